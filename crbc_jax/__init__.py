@@ -1,0 +1,1 @@
+"""Reinforcement learning of language-model agents over long horizons, in JAX."""

@@ -1,0 +1,1 @@
+"""Advantage estimators: TransitionBatch -> one advantage per step."""

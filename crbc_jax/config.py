@@ -1,0 +1,103 @@
+"""Every setting of a run: each field once, with its default, unit and meaning."""
+
+from ml_collections import ConfigDict
+
+
+def default_config() -> ConfigDict:
+    """Returns the defaults; files in configs/ change what differs.
+
+    Real numbers have float defaults, and there are no lists and no None, so that
+    every leaf can be overridden from the command line.
+    """
+    config = ConfigDict()
+    config.seed = 0  # Of everything random in the run.
+
+    config.env = ConfigDict()
+    config.env.name = "sokoban"  # A row of crbc_jax.envs.ENVIRONMENTS.
+    config.env.max_steps = 15  # Environment steps an episode; then truncated.
+    config.env.num_workers = 0  # Worker processes; 0 steps episodes in this one.
+    config.env.step_timeout = 30.0  # Seconds a worker may take; then aborted.
+    config.env.num_train_tasks = 4096  # Distinct tasks that training cycles through.
+    config.env.num_eval_tasks = 256  # Size of the held-out panel.
+    config.env.sokoban = ConfigDict()
+    config.env.sokoban.levels = "generated"  # Or a Boxoban file or folder of them.
+    config.env.sokoban.size = 6  # Cells a side, walls included (generated levels).
+    config.env.sokoban.num_boxes = 1
+    config.env.sokoban.min_moves = 2  # Shortest solution of a generated level, at
+    config.env.sokoban.max_moves = 9  # least and at most, in steps.
+
+    config.model = ConfigDict()
+    config.model.directory = "preset:sokoban_tiny"  # Or a Hugging Face directory.
+
+    config.rollout = ConfigDict()
+    config.rollout.engine = "sampler"  # A row of crbc_jax.rollout.ENGINES.
+    config.rollout.tasks_per_update = 16  # Groups an update.
+    config.rollout.group_size = 8  # Episodes of each task.
+    config.rollout.temperature = 1.0
+    config.rollout.prompt = "sokoban_compact"  # A row of rollout.prompts.PROMPTS.
+    config.rollout.history_length = 0  # Observation-action records in the prompt.
+    config.rollout.max_prompt_tokens = 32
+    config.rollout.max_response_tokens = 4
+    config.rollout.max_policy_lag = 0  # Updates; 1 overlaps collection and update.
+    config.rollout.max_invalid_share = 0.9  # Of the first rollouts' actions; above
+    # it the run stops before its first update, with the reasons. 1.0 never stops.
+
+    config.advantage = ConfigDict()
+    config.advantage.name = "crbc"  # A row of crbc_jax.advantages.ESTIMATORS.
+    # A sub-config an estimator, with the options that it takes; filled in by
+    # tests/config_test.py's rule: equal to the defaults of its function.
+    config.advantage.crbc = ConfigDict()
+    config.advantage.crbc.beta = 0.98  # Discount of the closure, a transition.
+    config.advantage.crbc.depth = -1  # Bellman backups; -1 is the full closure.
+    config.advantage.crbc.sigma_min = 0.1  # Floor of the credit's scale.
+    config.advantage.crbc.group_weight = 1.0
+    config.advantage.crbc.step_weight = 5.0
+    config.advantage.crbc.stat_weighting = "trajectories"
+    config.advantage.crbc.invalid_action_penalty = 0.1  # Reward units a step.
+    config.advantage.grpo = ConfigDict()
+    config.advantage.grpo.stat_weighting = "trajectories"
+    config.advantage.grpo.normalization = "mean_std"
+    config.advantage.grpo.invalid_action_penalty = 0.1
+
+    config.loss = ConfigDict()
+    config.loss.clip_low = 0.2
+    config.loss.clip_high = 0.2
+    config.loss.dual_clip = 3.0  # Bound of ratio x advantage when it is negative.
+    config.loss.aggregation = "group_step"  # Or "token_mean".
+    config.loss.kl_coef = 0.0  # Of the k3 penalty to the warm-started reference.
+    config.loss.entropy_coef = 0.0
+    config.loss.degenerate_groups = "keep"  # "drop_pg", "drop_all": for groups
+    # whose advantages are all zero.
+
+    config.learner = ConfigDict()
+    config.learner.num_updates = 30
+    config.learner.learning_rate = 3e-4  # Constant.
+    config.learner.weight_decay = 0.01
+    config.learner.max_grad_norm = 1.0
+    config.learner.old_logprobs = "recomputed"  # Or "sampled" (the engine's).
+    config.learner.minibatch_groups = 0  # Groups an optimiser step; 0: all.
+    config.learner.minibatch_rows = 0  # Environment steps an optimiser step; 0: off.
+    config.learner.microbatch_rows = 256  # Rows at once on all devices together.
+
+    config.mesh = ConfigDict()
+    config.mesh.data = -1  # Devices along each axis; -1: all that remain.
+    config.mesh.fsdp = 1
+    config.mesh.tensor = 1
+
+    config.warm_start = ConfigDict()
+    config.warm_start.steps = 0  # Supervised steps on demonstrations before RL.
+    config.warm_start.noise_steps = 0  # Further ones on noisy labels, which loosen
+    config.warm_start.label_noise = 0.5  # the policy: share of random actions.
+    config.warm_start.batch_rows = 256
+    config.warm_start.learning_rate = 1e-3
+    config.warm_start.num_tasks = 2048  # Training tasks that are demonstrated.
+    config.warm_start.directory = ""  # A finished run's workdir to take it from.
+
+    config.evaluate = ConfigDict()
+    config.evaluate.every = 10  # Updates; also before the first and after the last.
+    config.evaluate.temperature = 0.4
+
+    config.checkpoint = ConfigDict()
+    config.checkpoint.every = 10  # Updates; also after the last.
+    config.checkpoint.keep_last = 2  # Besides the best by held-out success.
+    return config

@@ -1,0 +1,1 @@
+"""Trajectories in, padded tensors out; host only."""

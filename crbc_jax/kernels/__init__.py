@@ -1,0 +1,1 @@
+"""Pure jitted functions of fixed-size arrays."""

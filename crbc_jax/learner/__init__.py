@@ -1,0 +1,1 @@
+"""Trajectories and advantages in, updated parameters out."""

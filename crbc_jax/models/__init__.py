@@ -1,0 +1,1 @@
+"""Flax policies, and their directories on disk."""

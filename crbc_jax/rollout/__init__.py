@@ -1,0 +1,1 @@
+"""Policy and environments in, trajectories out."""

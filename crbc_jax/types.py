@@ -1,0 +1,98 @@
+"""Records that folders pass to each other; no behaviour beyond simple properties."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+Outcome = Literal["success", "failure", "truncated", "aborted"]
+
+# One identity for every reply that no action could be read from, so that different
+# junk strings do not look like different actions of an anchor.
+INVALID_ACTION = "<invalid>"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One environment step: what the policy saw, sampled, and what came of it."""
+
+    observation: str
+    anchor: str | bytes  # Key of the environment state; equal keys are one anchor.
+    prompt_ids: np.ndarray  # int32, exactly as served.
+    response_ids: np.ndarray  # int32, exactly as sampled; never re-tokenised.
+    logprobs: np.ndarray  # float32, of response_ids under the sampling policy.
+    policy_version: int  # Number of updates behind the parameters that sampled it.
+    finish_reason: str  # "stop" or "length".
+    action: str  # Executed action, or INVALID_ACTION.
+    parse_code: str  # "ok", or why no action could be read or executed.
+    reward: float  # The environment's, before any penalty.
+
+    @property
+    def is_action_valid(self) -> bool:
+        """True if the reply had the format that the parser asks for."""
+        return self.parse_code == "ok"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One episode of one task."""
+
+    task_id: str
+    group: int  # Index of its group within the update.
+    rollout: int  # Index of the trajectory within its group.
+    outcome: Outcome
+    steps: tuple[Step, ...]
+    final_observation: str
+    final_anchor: str | bytes
+    prompts_truncated: int = 0  # Steps whose history was dropped to fit the limit.
+    error: str = ""  # Why it was aborted.
+
+    @property
+    def success(self) -> bool:
+        return self.outcome == "success"
+
+    @property
+    def episode_return(self) -> float:
+        """Undiscounted sum of the environment's rewards."""
+        return float(sum(step.reward for step in self.steps))
+
+
+Group = tuple[Trajectory, ...]  # Trajectories of one task, in order of `rollout`.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TransitionBatch:
+    """The rows of a batch of groups, padded to a bucket; made by graph/batch.py alone.
+
+    One row is one environment step. The rows of a trajectory are contiguous and in
+    time order; padding comes last in each group. Ids count from 0 within a group.
+    """
+
+    source: Int[Array, "groups rows"]  # Anchor.
+    pair: Int[Array, "groups rows"]  # Distinct (anchor, action).
+    target: Int[Array, "groups rows"]  # Next anchor; last row of a trajectory: as seen.
+    trajectory: Int[Array, "groups rows"]
+    step: Int[Array, "groups rows"]  # From 0.
+    is_last: Bool[Array, "groups rows"]  # Last step of its trajectory.
+    reward: Float[Array, "groups rows"]
+    success: Bool[Array, "groups rows"]  # Of the whole trajectory, on all its rows.
+    is_action_valid: Bool[Array, "groups rows"]
+    mask: Bool[Array, "groups rows"]  # True = real.
+    extras: Mapping[str, Array]  # Further [groups, rows] columns of single methods.
+    # Static upper bounds of the ids above (bucketed).
+    num_anchors: int = dataclasses.field(metadata={"static": True})
+    num_pairs: int = dataclasses.field(metadata={"static": True})
+    num_trajectories: int = dataclasses.field(metadata={"static": True})
+
+
+class TrainState(NamedTuple):
+    """All that an optimiser step changes, and the frozen reference beside it."""
+
+    params: Any
+    opt_state: Any
+    reference: Any | None  # Frozen parameters of the KL term; None without one.
+    step: Int[Array, ""]  # Optimiser steps so far.

@@ -1,0 +1,38 @@
+"""Packaging of crbc_jax; `pip install -e .` is enough for the quick start."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="crbc_jax",
+    version="0.1.0",
+    description="Reinforcement learning of language-model agents over long horizons",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["crbc_jax", "crbc_jax.*"]),
+    package_data={"crbc_jax": ["models/presets/*/*.json"]},
+    install_requires=[
+        "absl-py",
+        "flax>=0.12",
+        "gymnasium>=1.0",
+        "jax>=0.10",
+        "jaxtyping>=0.3",
+        "matplotlib",
+        "ml-collections>=1.1",
+        "numpy>=2.0",
+        "optax>=0.2.5",
+        "orbax-checkpoint>=0.11",
+        "rich",
+        "tensorboard>=2.19",
+        "tokenizers>=0.21",
+    ],
+    extras_require={
+        "test": [
+            "beartype",
+            "hypothesis",
+            "pytest>=8",
+            "pytest-timeout",
+            "ruff",
+            "scipy",
+        ],
+    },
+)
