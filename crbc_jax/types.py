@@ -15,6 +15,10 @@ Outcome = Literal["success", "failure", "truncated", "aborted"]
 INVALID_ACTION = "<invalid>"
 
 
+class UserError(ValueError):
+    """An error that the user can mend: field, value, remedy; shown without traceback."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
     """One environment step: what the policy saw, sampled, and what came of it."""

@@ -1,0 +1,36 @@
+"""Text Sokoban with a tiny policy: the whole path, on two CPU cores, in minutes.
+
+    python experiments/run.py --config=configs/quickstart.py --workdir=runs/quickstart
+
+Append `:smoke` to the config's path for a run of under a minute, `:hard` for levels
+of 6 to 13 moves (the setting of experiments/compare.py).
+"""
+
+from crbc_jax.config import default_config
+
+VARIANTS = ("full", "smoke", "hard")
+
+
+def get_config(variant: str = "full"):
+    if variant not in VARIANTS:
+        raise ValueError(
+            f"configs/quickstart.py has no variant {variant!r}; known: {VARIANTS}"
+        )
+    config = default_config()
+    config.warm_start.steps = 300
+    config.warm_start.noise_steps = 100
+    if variant == "hard":
+        config.env.max_steps = 20
+        config.env.sokoban.min_moves = 6
+        config.env.sokoban.max_moves = 13
+    if variant == "smoke":
+        config.env.num_train_tasks = 256
+        config.env.num_eval_tasks = 32
+        config.warm_start.steps = 40
+        config.warm_start.noise_steps = 10
+        config.warm_start.num_tasks = 256
+        config.rollout.tasks_per_update = 4
+        config.learner.num_updates = 6
+        config.evaluate.every = 3
+        config.checkpoint.every = 2
+    return config

@@ -1,0 +1,209 @@
+"""Config in, plan out: what a run will do and need, before anything is compiled."""
+
+import dataclasses
+import difflib
+import os
+import pathlib
+
+from ml_collections import ConfigDict
+
+from crbc_jax import envs
+from crbc_jax.models.config import count_params, load_config
+from crbc_jax.types import UserError
+
+_QUICKSTART = "python experiments/run.py --config=configs/quickstart.py"
+_FLOAT_BYTES = 4
+
+
+class ConfigError(UserError):
+    """A setting that no run can work with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The numbers of a run; `str` is the table that the user sees first."""
+
+    model: str
+    num_params: int
+    train_tasks: int
+    eval_tasks: int
+    digest: str  # Of both task lists.
+    max_steps_per_update: int
+    max_tokens_per_update: int
+    num_updates: int
+    memory_gib: float  # A device, at the peak of an update.
+    available_gib: float
+    workdir: pathlib.Path
+
+    def __str__(self) -> str:
+        rows = {
+            "model": f"{self.model}, {self.num_params:,} parameters",
+            "tasks": f"{self.train_tasks:,} to train, {self.eval_tasks:,} held out "
+            f"(digest {self.digest[:12]})",
+            "an update": f"at most {self.max_steps_per_update:,} environment steps, "
+            f"{self.max_tokens_per_update:,} tokens",
+            "updates": f"{self.num_updates:,}",
+            "memory": f"about {self.memory_gib:.2f} GiB of {self.available_gib:.1f} GiB"
+            " a device",
+            "workdir": str(self.workdir),
+        }
+        return "\n".join(f"{name:>10}  {value}" for name, value in rows.items())
+
+
+def make_plan(config: ConfigDict, workdir: pathlib.Path) -> Plan:
+    """Checks the whole config and says what the run will do.
+
+    Reads the model's config.json and lists the tasks; touches no accelerator.
+
+    Raises:
+        ConfigError: naming the field, its value, and what to write instead.
+    """
+    _check_numbers(config)
+    _check_writable(workdir)
+    model = load_config(config.model.directory)
+    options = env_options(config.env)
+    name = config.env.name
+    train = envs.tasks(name, "train", count=config.env.num_train_tasks, **options)
+    held_out = envs.tasks(name, "eval", count=config.env.num_eval_tasks, **options)
+
+    rollout = config.rollout
+    episodes = rollout.tasks_per_update * rollout.group_size
+    steps = episodes * config.env.max_steps
+    tokens_a_step = rollout.max_prompt_tokens + rollout.max_response_tokens
+    num_params = count_params(model)
+    memory = _memory_bytes(config, model, num_params, tokens_a_step) / 2**30
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    plan = Plan(
+        model=config.model.directory,
+        num_params=num_params,
+        train_tasks=len(train.ids),
+        eval_tasks=len(held_out.ids),
+        digest=train.digest[:32] + held_out.digest[:32],
+        max_steps_per_update=steps,
+        max_tokens_per_update=steps * tokens_a_step,
+        num_updates=config.learner.num_updates,
+        memory_gib=memory,
+        available_gib=available,
+        workdir=workdir,
+    )
+    if memory > available:
+        raise ConfigError(
+            f"{plan}\nconfig.model.directory={config.model.directory!r} needs about "
+            f"{memory:.1f} GiB a device and this machine has {available:.1f} GiB; "
+            f"what runs here: {_QUICKSTART}"
+        )
+    return plan
+
+
+def env_options(env: ConfigDict) -> dict:
+    """The keyword arguments of envs.make and envs.tasks for `config.env`.
+
+    Raises:
+        ConfigError: if no environment has that name.
+    """
+    _check_known("config.env.name", env.name, envs.ENVIRONMENTS)
+    return {"max_steps": env.max_steps, **env[env.name].to_dict()}
+
+
+def _memory_bytes(config, model, num_params, tokens_a_step) -> float:
+    """Peak of an update: state, gradient, the sampler's copy, and activations."""
+    copies = 5 + (config.loss.kl_coef > 0)  # Parameters, 2 moments, gradient, sampler.
+    rows = config.learner.microbatch_rows
+    # Kept for the backward pass: about 16 vectors a token and layer, and the logits.
+    activations = rows * (
+        tokens_a_step * model.num_layers * 16 * model.hidden_size
+        + config.rollout.max_response_tokens * model.vocab_size * 3
+    )
+    episodes = config.rollout.tasks_per_update * config.rollout.group_size
+    cache = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    return _FLOAT_BYTES * (
+        copies * num_params + activations + episodes * tokens_a_step * cache
+    )
+
+
+def _check_known(field: str, value: str, known) -> None:
+    if value not in known:
+        near = difflib.get_close_matches(str(value), list(known), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{field}={value!r} is not known: {sorted(known)}{hint}")
+
+
+def _check_numbers(config: ConfigDict) -> None:
+    """Refuses values that would fail later, or silently do nothing."""
+
+    def need(ok: bool, field: str, what: str) -> None:
+        if not ok:
+            value = config
+            for part in field.split("."):
+                value = value[part]
+            raise ConfigError(f"config.{field}={value!r}: {what}")
+
+    at_least_one = (
+        "env.max_steps",
+        "env.num_train_tasks",
+        "env.num_eval_tasks",
+        "rollout.tasks_per_update",
+        "rollout.max_prompt_tokens",
+        "rollout.max_response_tokens",
+        "learner.microbatch_rows",
+        "warm_start.batch_rows",
+        "evaluate.every",
+        "checkpoint.every",
+        "checkpoint.keep_last",
+    )
+    for field in at_least_one:
+        section, leaf = field.split(".")
+        need(config[section][leaf] >= 1, field, "must be at least 1")
+    need(
+        config.rollout.group_size >= 2,
+        "rollout.group_size",
+        "a group estimator compares the rollouts of a task, so it needs at least 2",
+    )
+    need(
+        0 < config.advantage.crbc.beta <= 1,
+        "advantage.crbc.beta",
+        "must lie in (0, 1]; the paper uses 0.98",
+    )
+    need(
+        config.rollout.max_policy_lag in (0, 1),
+        "rollout.max_policy_lag",
+        "must be 0 (strictly on-policy) or 1 (collection overlaps the update)",
+    )
+    need(config.rollout.temperature > 0, "rollout.temperature", "must be positive")
+    need(config.evaluate.temperature >= 0, "evaluate.temperature", "must be 0 or more")
+    need(config.learner.learning_rate >= 0, "learner.learning_rate", "must be 0 or more")
+    need(
+        not (config.learner.minibatch_groups and config.learner.minibatch_rows),
+        "learner.minibatch_rows",
+        "set either this or config.learner.minibatch_groups, not both",
+    )
+    need(
+        0 <= config.warm_start.label_noise <= 1,
+        "warm_start.label_noise",
+        "is a share of actions, in [0, 1]",
+    )
+    need(
+        config.rollout.max_policy_lag == 0 or config.learner.old_logprobs == "sampled",
+        "learner.old_logprobs",
+        'rollouts of an older policy (config.rollout.max_policy_lag=1) need "sampled"',
+    )
+    choices = {
+        "loss.aggregation": ("group_step", "token_mean"),
+        "loss.degenerate_groups": ("keep", "drop_pg", "drop_all"),
+        "learner.old_logprobs": ("recomputed", "sampled"),
+    }
+    for field, known in choices.items():
+        section, leaf = field.split(".")
+        _check_known(f"config.{field}", config[section][leaf], known)
+
+
+def _check_writable(workdir: pathlib.Path) -> None:
+    """The nearest existing parent must be a folder that we may write to."""
+    existing = workdir.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(
+            f"--workdir={str(workdir)!r} cannot be made: {existing} is not a folder "
+            "that this user may write to; choose another"
+        )
