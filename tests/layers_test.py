@@ -20,6 +20,7 @@ ARROWS = {
     "learner": {"models", "types"},
     "checkpoint": {"types"},
     "metrics": {"types"},
+    "trajectories": {"types"},
     # The notebook's door: columns in, advantages out.
     "credit": {"advantages", "graph", "kernels", "types"},
     "plan": {"config", "envs", "models", "types"},
