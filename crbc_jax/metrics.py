@@ -9,6 +9,7 @@ written before the checkpoint of its step, or a kill between the two would lose 
 Only process 0 writes; elsewhere the same calls do nothing.
 """
 
+import io
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -73,7 +74,7 @@ class MetricsWriter:
             rows = [r for r in read_metrics(workdir) if r["step"] <= self._last]
             self._drop_later_files()
             self._lines = self._reopen_lines(rows)
-            self._events = self._reopen_events(rows)
+            self._start_events(rows)
         except OSError as error:
             raise UserError(
                 f"--workdir={str(workdir)!r} cannot be written: {error}; choose another"
@@ -122,14 +123,14 @@ class MetricsWriter:
                 if int(path.name.split(".")[0]) > self._last:
                     path.unlink()
 
-    def _reopen_lines(self, rows: list[dict[str, Any]]) -> TextIO:
+    def _reopen_lines(self, rows: list[dict[str, Any]]) -> io.TextIOBase:
         path = self._workdir / "metrics.jsonl"
         kept = path.with_name(".metrics.jsonl")
         kept.write_text("".join(map(_json_line, rows)))
         kept.replace(path)  # At no moment is a kept row not on disk.
         return path.open("a")
 
-    def _reopen_events(self, rows: list[dict[str, Any]]):
+    def _start_events(self, rows: list[dict[str, Any]]) -> None:
         """Starts one event file anew from the kept rows: one value a tag and step."""
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer import event_file_writer
@@ -145,7 +146,6 @@ class MetricsWriter:
         for row in rows:
             self._add_events(row)
         self._events.flush()
-        return self._events
 
     def _add_events(self, row: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -200,7 +200,9 @@ class Progress:
             line always comes.
     """
 
-    def __init__(self, stream: TextIO | None = None, line_seconds: float | None = None):
+    def __init__(
+        self, stream: io.TextIOBase | None = None, line_seconds: float | None = None
+    ):
         import rich.console
         import rich.progress
 
