@@ -9,6 +9,7 @@ written before the checkpoint of its step, or a kill between the two would lose 
 Only process 0 writes; elsewhere the same calls do nothing.
 """
 
+import dataclasses
 import io
 import json
 import math
@@ -29,7 +30,6 @@ from crbc_jax.types import UserError
 PROCESS_FIELDS = ("seconds/", "compilations")
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-_LINE_SECONDS = 5.0  # Between two plain progress lines, at least.
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
@@ -191,6 +191,17 @@ class CompileCounter:
             self.names.append(str(details.get("fun_name", "unnamed")))
 
 
+@dataclasses.dataclass
+class _Bar:
+    """What a plain line needs to know of its bar; times of the monotonic clock."""
+
+    rich_id: int
+    total: int
+    first: int  # Units that were done when it was opened.
+    started: float
+    shown: float  # When its last line was printed.
+
+
 class Progress:
     """Bars on a terminal, a plain line now and then elsewhere; on process 0 only.
 
@@ -200,13 +211,11 @@ class Progress:
             line always comes.
     """
 
-    def __init__(
-        self, stream: io.TextIOBase | None = None, line_seconds: float | None = None
-    ):
+    def __init__(self, stream: io.TextIOBase | None = None, line_seconds: float = 5.0):
         import rich.console
         import rich.progress
 
-        self._line_seconds = _LINE_SECONDS if line_seconds is None else line_seconds
+        self._line_seconds = line_seconds
         self._console = rich.console.Console(
             file=stream or sys.stdout, quiet=jax.process_index() != 0, soft_wrap=True
         )
@@ -220,7 +229,7 @@ class Progress:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._open: dict[str, dict[str, Any]] = {}
+        self._open: dict[str, _Bar] = {}
 
     def __enter__(self) -> "Progress":
         self._bars.start()
@@ -232,35 +241,35 @@ class Progress:
     def start(self, name: str, total: int, done: int = 0) -> None:
         """Opens a bar; `done` of its `total` units were done by an earlier run."""
         now = time.monotonic()
-        self._open[name] = {
-            "bar": self._bars.add_task(name, total=total, completed=done, note=""),
-            "total": total,
-            "first": done,
-            "started": now,
-            "shown": now - self._line_seconds,
-        }
+        self._open[name] = _Bar(
+            rich_id=self._bars.add_task(name, total=total, completed=done, note=""),
+            total=total,
+            first=done,
+            started=now,
+            shown=now - self._line_seconds,
+        )
 
     def show(self, name: str, done: int, note: str = "") -> None:
         """Moves a bar on to `done` units; `note` is shown beside it."""
-        state = self._open[name]
-        self._bars.update(state["bar"], completed=done, note=note)
+        bar = self._open[name]
+        self._bars.update(bar.rich_id, completed=done, note=note)
         now = time.monotonic()
-        is_due = now - state["shown"] >= self._line_seconds or done == state["total"]
+        is_due = now - bar.shown >= self._line_seconds or done == bar.total
         if self._console.is_terminal or not is_due:
             return
-        state["shown"] = now
-        rate = (now - state["started"]) / max(done - state["first"], 1)
-        left = round(rate * (state["total"] - done))
+        bar.shown = now
+        seconds_each = (now - bar.started) / max(done - bar.first, 1)
+        left = round(seconds_each * (bar.total - done))
         eta = f"ETA {left // 60}:{left % 60:02}" if left else ""
-        parts = (f"{name} {done}/{state['total']}", note, eta)
+        parts = (f"{name} {done}/{bar.total}", note, eta)
         self.say("  ".join(part for part in parts if part))
 
     def finish(self, name: str, keep: bool = True) -> None:
         """Ends a bar; `keep=False` takes it off the terminal."""
-        state = self._open.pop(name)
-        self._bars.stop_task(state["bar"])
+        bar = self._open.pop(name)
+        self._bars.stop_task(bar.rich_id)
         if not keep:
-            self._bars.remove_task(state["bar"])
+            self._bars.remove_task(bar.rich_id)
 
     def say(self, text: str) -> None:
         """Prints a line above the bars."""

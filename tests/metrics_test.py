@@ -204,7 +204,7 @@ def test_the_writer_compiles_nothing(tmp_path):
 
 def test_progress_off_a_terminal_is_plain_lines():
     stream = io.StringIO()
-    with Progress(stream, line_seconds=0) as progress:
+    with Progress(stream, line_seconds=0.0) as progress:
         progress.start("training", 4, done=1)
         progress.show("training", 2, "success 0.50 [0.1]")
         progress.show("training", 4, "success 0.75")
@@ -220,7 +220,7 @@ def test_progress_off_a_terminal_is_plain_lines():
 
 def test_plain_lines_are_not_too_many_but_the_last_comes():
     stream = io.StringIO()
-    with Progress(stream, line_seconds=60) as progress:
+    with Progress(stream, line_seconds=60.0) as progress:
         progress.start("evaluation", 500)
         for done in range(1, 501):
             progress.show("evaluation", done)
