@@ -25,7 +25,8 @@ ARROWS = {
     "credit": {"advantages", "graph", "kernels", "types"},
     "plan": {"config", "envs", "models", "types"},
     "evaluate": {"envs", "rollout", "types"},
-    "report": {"types"},
+    "figures": {"types"},
+    "report": {"figures", "metrics", "types"},
     "train": None,  # May import all.
     "__init__": {"credit"},
 }
