@@ -1,0 +1,89 @@
+"""A model directory's tokenizer files -> text to token ids and back, exactly."""
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import tokenizers
+
+from crbc_jax.models.config import resolve_directory
+from crbc_jax.types import UserError
+
+
+class Tokenizer:
+    """Text to ids without silent unknowns, ids to text without clean-up.
+
+    Attributes:
+        vocab_size: number of ids, added tokens included.
+        bos_id, eos_id, pad_id: None where the model has no such token.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str]):
+        """Wraps `backend`; `special_tokens` maps any of bos, eos, pad to its text."""
+        self._backend = backend
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_id, self.eos_id, self.pad_id = (
+            self.id_of(special_tokens[name]) if name in special_tokens else None
+            for name in ("bos", "eos", "pad")
+        )
+        unknown = getattr(backend.model, "unk_token", None)  # Byte-level: none.
+        self._unknown_id = backend.token_to_id(unknown) if unknown else None
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the int32 ids of `text`; adds no token of its own.
+
+        Raises:
+            ValueError: if a part of the text is not in the vocabulary.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        if self._unknown_id in encoding.ids:
+            spans = zip(encoding.ids, encoding.offsets, strict=True)
+            unknown = {text[slice(*at)] for i, at in spans if i == self._unknown_id}
+            raise ValueError(
+                f"text={text!r}: {sorted(unknown)} are not in the vocabulary of "
+                f"{self.vocab_size} tokens; change the text (prompt template, "
+                "environment) or choose a model with a larger vocabulary"
+            )
+        return np.array(encoding.ids, np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of `ids`, special tokens included."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def id_of(self, token: str) -> int:
+        """Returns the id of the one token that reads `token`.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        token_id = self._backend.token_to_id(token)
+        if token_id is None:
+            raise ValueError(
+                f"token={token!r} is not in the vocabulary of {self.vocab_size} tokens"
+            )
+        return token_id
+
+
+def load_tokenizer(directory: str) -> Tokenizer:
+    """Reads tokenizer.json and tokenizer_config.json of a path or "preset:NAME".
+
+    Raises:
+        UserError: if the directory or its tokenizer.json does not exist.
+    """
+    folder = resolve_directory(directory)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(
+            f"config.model.directory={directory!r}: {path} is missing; save the "
+            "tokenizer there in the fast format"
+        )
+    special_tokens = {}
+    settings_path = folder / "tokenizer_config.json"
+    if settings_path.is_file():
+        settings = json.loads(settings_path.read_text(encoding="utf-8"))
+        for name in ("bos", "eos", "pad"):
+            token = settings.get(f"{name}_token")
+            if token is not None:  # Either the text, or its added-token record.
+                text = token["content"] if isinstance(token, dict) else token
+                special_tokens[name] = text
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), special_tokens)
