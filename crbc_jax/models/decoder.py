@@ -1,0 +1,295 @@
+"""Qwen2 and Llama decoder: token ids -> hidden states -> float32 logits.
+
+The modules below describe the network; training and sampling use the functions at the
+end, on parameters that are a plain nested dictionary of arrays:
+
+    embed/embedding        [vocab, hidden]
+    layers/attention_norm/scale, layers/mlp_norm/scale           [layers, hidden]
+    layers/attention/{query,key,value,out}/{kernel[,bias]}       [layers, in, out]
+    layers/mlp/{gate,up,down}/{kernel[,bias]}                    [layers, in, out]
+    final_norm/scale       [hidden]
+    head/kernel            [hidden, vocab], where it is not tied to the embedding
+
+Attention heads lie head-major in the output axis of query, key and value. The layers
+are scanned, so that compile time does not grow with their number.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from crbc_jax.models.config import DecoderConfig
+
+_MASKED = -1e30  # Finite, so that a row that sees nothing stays a number.
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens so far; all rows have the same number of slots."""
+
+    keys: Float[Array, "layers rows slots kv_heads head_dim"]
+    values: Float[Array, "layers rows slots kv_heads head_dim"]
+    segment_ids: Int[Array, "rows slots"]
+    length: Int[Array, ""]  # Slots in use.
+
+
+class RMSNorm(nnx.Module):
+    """Zhang and Sennrich (2019), in float32."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(size))
+        self.epsilon = epsilon
+
+    def __call__(self, inputs):
+        x = inputs.astype(jnp.float32)
+        x *= jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        return (x * self.scale[...]).astype(inputs.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        hidden = config.hidden_size
+        queries = config.num_heads * config.head_dim
+        keys = config.num_kv_heads * config.head_dim
+        linear = functools.partial(_linear, config, rngs)
+        self.query = linear(hidden, queries, config.qkv_bias)
+        self.key = linear(hidden, keys, config.qkv_bias)
+        self.value = linear(hidden, keys, config.qkv_bias)
+        self.out = linear(queries, hidden, config.out_bias)
+        self.heads_shape = (
+            config.num_kv_heads,
+            config.num_heads // config.num_kv_heads,
+            config.head_dim,
+        )
+
+    def __call__(self, x, rotation, mask, layer, cache):
+        """Returns the output, and the cache with this layer's new slots written."""
+        kv_heads, _, head_dim = self.heads_shape
+        query = self.query(x).reshape(*x.shape[:2], *self.heads_shape)
+        key = self.key(x).reshape(*x.shape[:2], kv_heads, head_dim)
+        value = self.value(x).reshape(*x.shape[:2], kv_heads, head_dim)
+        query = _rotate(query, rotation[:, :, None, None])
+        key = _rotate(key, rotation[:, :, None])
+        if cache is not None:
+            start = (layer, 0, cache.length, 0, 0)
+            keys = jax.lax.dynamic_update_slice(cache.keys, key[None], start)
+            values = jax.lax.dynamic_update_slice(cache.values, value[None], start)
+            cache = cache._replace(keys=keys, values=values)
+            key, value = keys[layer], values[layer]
+        scores = jnp.einsum(
+            "btkgd,bskd->bkgts", query, key, preferred_element_type=jnp.float32
+        )
+        scores = jnp.where(mask[:, None, None], scores * head_dim**-0.5, _MASKED)
+        weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+        mixed = jnp.einsum("bkgts,bskd->btkgd", weights, value)
+        return self.out(mixed.reshape(*x.shape[:2], -1)), cache
+
+
+class MLP(nnx.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        hidden, inner = config.hidden_size, config.intermediate_size
+        linear = functools.partial(_linear, config, rngs)
+        self.gate = linear(hidden, inner, config.mlp_bias)
+        self.up = linear(hidden, inner, config.mlp_bias)
+        self.down = linear(inner, hidden, config.mlp_bias)
+
+    def __call__(self, x):
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nnx.Module):
+    """Attention, then MLP, each on a normed copy and added back."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(self, x, rotation, mask, layer, cache):
+        mixed, cache = self.attention(
+            self.attention_norm(x), rotation, mask, layer, cache
+        )
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Decoder(nnx.Module):
+    """The whole network; its layers are one Layer with stacked parameters."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(config.initializer_range)
+        self.config = config
+        self.embed = nnx.Embed(
+            config.vocab_size, config.hidden_size, embedding_init=init, rngs=rngs
+        )
+        stack = nnx.vmap(lambda rngs: Layer(config, rngs))
+        self.layers = stack(rngs.fork(split=config.num_layers))
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if not config.tie_embeddings:
+            self.head = _linear(
+                config, rngs, config.hidden_size, config.vocab_size, use_bias=False
+            )
+
+    def __call__(self, tokens, positions, segment_ids, cache):
+        mask, cache = _visible(segment_ids, cache)
+        rotation = _rotation(self.config, positions)
+        graph, stacked = nnx.split(self.layers)
+
+        def run_layer(carry, inputs):
+            x, cache = carry
+            layer, params = inputs
+            x, cache = nnx.merge(graph, params)(x, rotation, mask, layer, cache)
+            return (x, cache), None
+
+        numbers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+        (x, cache), _ = jax.lax.scan(
+            run_layer, (self.embed(tokens), cache), (numbers, stacked)
+        )
+        if cache is not None:
+            cache = cache._replace(length=cache.length + tokens.shape[1])
+        return self.final_norm(x), cache
+
+    def unembed(self, hidden):
+        tied = self.config.tie_embeddings
+        kernel = self.embed.embedding[...].T if tied else self.head.kernel[...]
+        # Sampler and learner compare probabilities: no rounding of accelerators here.
+        return jnp.matmul(
+            hidden,
+            kernel,
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+
+
+def seed_words(seed: int) -> np.ndarray:
+    """Splits a seed below 2**64 into the uint32 [2] data of a threefry key."""
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed={seed!r} must be in [0, 2**64)")
+    return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+
+
+def init_params(config: DecoderConfig, seed: int) -> dict[str, Any]:
+    """Draws fresh float32 parameters, a function of `config` and `seed` alone."""
+    return _init_params(config, seed_words(seed))
+
+
+def init_cache(config: DecoderConfig, rows: int, slots: int, dtype: Any) -> Cache:
+    """An empty cache for `rows` sequences of at most `slots` tokens."""
+    shape = (config.num_layers, rows, slots, config.num_kv_heads, config.head_dim)
+    return Cache(
+        keys=jnp.zeros(shape, dtype),
+        values=jnp.zeros(shape, dtype),
+        segment_ids=jnp.zeros((rows, slots), jnp.int32),
+        length=jnp.zeros((), jnp.int32),
+    )
+
+
+def forward(
+    config: DecoderConfig,
+    params: dict[str, Any],
+    tokens: Int[Array, "rows length"],
+    positions: Int[Array, "rows length"],
+    segment_ids: Int[Array, "rows length"],
+    cache: Cache | None = None,
+) -> tuple[Float[Array, "rows length hidden"], Cache | None]:
+    """Runs the decoder up to the states that `unembed` turns into logits.
+
+    A token sees itself and what stands before it in its row (in the cache too) with
+    the same segment id; segment 0 is padding, which nothing sees and whose own output
+    means nothing. Computes in the dtype of `params`, norms and softmax in float32.
+
+    Args:
+        config: static under jit.
+        params: as `init_params` makes them; sharded or not.
+        tokens: ids in [0, vocab_size).
+        positions: of each token within its own sequence, from 0.
+        segment_ids: sequences of a row differ in theirs.
+        cache: if given, the tokens are appended to it; the caller sees to it that the
+            slots suffice.
+
+    Returns:
+        The normed hidden states, and the cache with the tokens in it (None without).
+    """
+    model = _merge(config, params)
+    return model(tokens, positions, segment_ids, cache)
+
+
+def unembed(
+    config: DecoderConfig,
+    params: dict[str, Any],
+    hidden: Float[Array, "*batch hidden"],
+) -> Float[Array, "*batch vocab"]:
+    """Turns hidden states of `forward` into float32 logits, whatever their dtype."""
+    return _merge(config, params).unembed(hidden)
+
+
+def _linear(
+    config: DecoderConfig, rngs: nnx.Rngs, size_in: int, size_out: int, use_bias: bool
+) -> nnx.Linear:
+    init = nnx.initializers.normal(config.initializer_range)
+    return nnx.Linear(size_in, size_out, use_bias=use_bias, kernel_init=init, rngs=rngs)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _init_params(config, words):
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    model = Decoder(config, nnx.Rngs(params=key))
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+@functools.lru_cache(maxsize=16)
+def _structure(config: DecoderConfig) -> tuple[Any, Any]:
+    """Graph and abstract state of a decoder; makes no arrays."""
+    abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=0)))
+    return nnx.split(abstract, nnx.Param, ...)
+
+
+def _merge(config: DecoderConfig, params: dict[str, Any]) -> Decoder:
+    graph, state, *rest = _structure(config)
+    state = jax.tree.map(lambda leaf: leaf, state)  # A copy: filled in place below.
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state, *rest)
+
+
+def _visible(segment_ids, cache):
+    """Returns mask [rows, length, slots], True = seen, and the cache with segments."""
+    length = segment_ids.shape[1]
+    slots = jnp.arange(length, dtype=jnp.int32)
+    if cache is None:
+        seen_segments, query_slots = segment_ids, slots
+    else:
+        start = (jnp.int32(0), cache.length)
+        seen_segments = jax.lax.dynamic_update_slice(
+            cache.segment_ids, segment_ids, start
+        )
+        cache = cache._replace(segment_ids=seen_segments)
+        query_slots = cache.length + slots
+        slots = jnp.arange(seen_segments.shape[1], dtype=jnp.int32)
+    is_before = slots[None, :] <= query_slots[:, None]
+    is_same = segment_ids[:, :, None] == seen_segments[:, None, :]
+    return is_before & is_same & (segment_ids != 0)[:, :, None], cache
+
+
+def _rotation(config: DecoderConfig, positions):
+    """Cosines and sines of RoFormer (Su et al. 2021), [rows, length, head_dim]."""
+    half = np.arange(0, config.head_dim, 2) / config.head_dim
+    frequencies = np.float32(config.rope_theta**-half)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def _rotate(x, rotation):
+    """Turns the pairs (i, i + head_dim / 2), the layout of Hugging Face weights."""
+    cosine, sine = jnp.split(rotation, 2, axis=-1)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [first * cosine - second * sine, second * cosine + first * sine]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
