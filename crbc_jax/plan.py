@@ -171,7 +171,9 @@ def _check_numbers(config: ConfigDict) -> None:
     )
     need(config.rollout.temperature > 0, "rollout.temperature", "must be positive")
     need(config.evaluate.temperature >= 0, "evaluate.temperature", "must be 0 or more")
-    need(config.learner.learning_rate >= 0, "learner.learning_rate", "must be 0 or more")
+    need(
+        config.learner.learning_rate >= 0, "learner.learning_rate", "must be 0 or more"
+    )
     need(
         not (config.learner.minibatch_groups and config.learner.minibatch_rows),
         "learner.minibatch_rows",

@@ -24,7 +24,9 @@ from crbc_jax.types import UserError
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, and `:variant` if it has any.", lock_config=True
 )
-_ESTIMATORS = flags.DEFINE_list("estimators", ["grpo", "crbc"], "Estimators to compare.")
+_ESTIMATORS = flags.DEFINE_list(
+    "estimators", ["grpo", "crbc"], "Estimators to compare."
+)
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Seeds of each.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/compare", "Where all runs are kept.")
 
@@ -142,8 +144,10 @@ def main(_) -> None:
         }
         for first, second in itertools.combinations(success, 2)
     }
-    text = f"{table(curves)}\n\nPaired by seed:\n\n{table(paired)}" if paired else (
-        table(curves)
+    text = (
+        f"{table(curves)}\n\nPaired by seed:\n\n{table(paired)}"
+        if paired
+        else (table(curves))
     )
     (workdir / "compare.md").write_text(text + "\n")
     (workdir / "compare.json").write_text(
