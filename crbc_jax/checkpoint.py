@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
+from jax.experimental import multihost_utils
 
 from crbc_jax.types import TrainState, UserError
 
@@ -257,10 +258,10 @@ class Checkpointer:
                 shutil.rmtree(leftover)
             (writing / "files").mkdir(parents=True)
         _wait_for_all(f"{writing.name} exists")
-        if not writing.is_dir():
+        if blind := _processes_without(writing.is_dir()):
             raise OSError(
-                f"process {jax.process_index()} does not see the folder that process "
-                "0 made; --workdir must be shared by all processes"
+                f"processes {blind} do not see the folder that process 0 made; "
+                "--workdir must be shared by all processes"
             )
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
             orbax.save(writing / "state", args=ocp.args.PyTreeSave(state._asdict()))
@@ -390,6 +391,9 @@ def _flush_to_disk(folder: pathlib.Path, recursive: bool = True) -> None:
 
 def _wait_for_all(name: str) -> None:
     if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
         multihost_utils.sync_global_devices(name)
+
+
+def _processes_without(has: bool) -> list[int]:
+    """Numbers of the processes that call this with False; all learn the same."""
+    return np.flatnonzero(~multihost_utils.process_allgather(np.array([has]))).tolist()

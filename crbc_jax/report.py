@@ -189,8 +189,9 @@ def _rollouts(workdir: pathlib.Path) -> str:
     update = int(paths[-1].name.split(".")[0])
     return "\n".join(
         [
-            f'<p class="muted">From update {update}. The bar over a step is its credit:'
-            " blue for better, orange for worse than expected.</p>",
+            f'<p class="muted">From update {update}. V is the value of a state among '
+            "the group's rollouts, Q that of the action taken there. The bar over a "
+            "step is its credit: blue for better, orange for worse than expected.</p>",
             *(_trajectory(record) for record in _choose(records)),
         ]
     )

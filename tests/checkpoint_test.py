@@ -1,3 +1,4 @@
+import asyncio
 import errno
 import json
 import os
@@ -101,6 +102,70 @@ def test_target_may_be_abstract_or_numpy_and_params_alone(tmp_path):
     on_host = checkpoints.restore_params(1, jax.tree.map(np.asarray, state.params))
     assert isinstance(on_host["embed"], np.ndarray)
     assert_equal(on_host, state.params)
+
+
+def test_works_inside_a_mesh_and_an_event_loop(tmp_path):
+    mesh = jax.make_mesh((8,), ("data",))
+    state = make_state(1, num_devices=8)
+
+    async def main():
+        with jax.set_mesh(mesh):
+            checkpoints = Checkpointer(tmp_path, keep_last=1)
+            checkpoints.save(1, state, META)
+            return checkpoints.restore(1, make_state(2, num_devices=2))[0]
+
+    assert_equal(asyncio.run(main()), state)
+
+
+TWO_PROCESSES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+jax.config.update("jax_platforms", "cpu")
+process = int(sys.argv[3])
+jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=process)
+from crbc_jax.checkpoint import Checkpointer
+from crbc_jax.types import TrainState
+sharding = NamedSharding(
+    Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data")
+)
+values = np.arange(8, dtype=np.float32)
+array = jax.make_array_from_callback((8,), sharding, lambda index: values[index])
+state = TrainState({"a": array}, (), None, np.int32(3))
+checkpoints = Checkpointer(sys.argv[4 + process], keep_last=1)
+for step in (1, 2):
+    checkpoints.save(step, state, {"x": step})
+restored, meta = checkpoints.restore(2, state)
+assert meta == {"x": 2} and checkpoints.steps() == [2]
+for shard in restored.params["a"].addressable_shards:
+    np.testing.assert_array_equal(shard.data, values[shard.index])
+"""
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_two_processes_save_one_checkpoint_in_a_shared_folder(tmp_path, is_shared):
+    root = str(pathlib.Path(__file__).parents[1])
+    address = f"localhost:{20000 + os.getpid() % 20000}"
+    folders = ["a", "a"] if is_shared else ["a", "b"]
+    workdirs = [str(tmp_path / folder) for folder in folders]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, root, address, str(i), *workdirs],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    for process, error in zip(processes, errors, strict=True):
+        if is_shared:
+            assert process.returncode == 0, error
+        else:  # Both say so, none waits for the other.
+            assert process.returncode != 0
+            assert "processes [1] do not see the folder" in error
+    if not is_shared:
+        assert Checkpointer(workdirs[0], keep_last=1).latest() is None
 
 
 @pytest.mark.parametrize(
