@@ -36,7 +36,7 @@ class TaskSet(NamedTuple):
 
 
 class Demonstration(NamedTuple):
-    """One step of an expert: what it saw (`info` as the environment gave it) and did."""
+    """One step of an expert: what it saw, `info` as of the environment, and did."""
 
     observation: str
     info: dict[str, Any]

@@ -144,15 +144,20 @@ def _trace_back(board: Board, layers: list[Layer]) -> list[int]:
     player = layers[-1][boxes] & -layers[-1][boxes]
     actions = []
     for layer in reversed(layers[:-1]):
-        for action, offset in enumerate(board.offsets, start=1):
-            before = shift(player, -offset)
-            ahead = shift(player, offset)
-            if before & layer.get(boxes, 0):
-                break
-            pushed = boxes ^ ahead ^ player
-            if ahead & boxes and before & layer.get(pushed, 0):
-                boxes = pushed
-                break
-        player = before
+        action, player, boxes = _step_back(board, layer, player, boxes)
         actions.append(action)
     return actions[::-1]
+
+
+def _step_back(
+    board: Board, layer: Layer, player: int, boxes: int
+) -> tuple[int, int, int]:
+    """Returns the first action that leads here from `layer`, and where from."""
+    for action, offset in enumerate(board.offsets, start=1):
+        before, ahead = shift(player, -offset), shift(player, offset)
+        if before & layer.get(boxes, 0):
+            return action, before, boxes
+        unpushed = boxes ^ ahead ^ player
+        if ahead & boxes and before & layer.get(unpushed, 0):
+            return action, before, unpushed
+    raise AssertionError("a state of a layer has no predecessor in the one before it")
