@@ -155,7 +155,7 @@ async def evaluate(
         run_episode: plays one task; an episode that breaks comes back as aborted.
         task_ids: the panel; each id once.
         max_concurrent: episodes in flight at most.
-        difficulty: of each task, by its id; any values to group by.
+        difficulty: of each task, by its id: what to group by, or None.
         on_done: called with the number of finished episodes after each.
 
     Raises:
@@ -168,6 +168,8 @@ async def evaluate(
             f"a panel needs at least one task, and each of them once; got "
             f"{len(task_ids)}, repeated: {repeated[:3]}"
         )
+    grades = difficulty or dict.fromkeys(task_ids)
+    labels = {i: "" if grades[i] is None else str(grades[i]) for i in task_ids}
     slots = asyncio.Semaphore(max_concurrent)
     num_done = 0
 
@@ -182,7 +184,7 @@ async def evaluate(
             on_done(num_done)
         return TaskResult(
             task_id=task_id,
-            difficulty="" if difficulty is None else str(difficulty[task_id]),
+            difficulty=labels[task_id],
             outcome=trajectory.outcome,
             num_steps=len(trajectory.steps),
             episode_return=trajectory.episode_return,

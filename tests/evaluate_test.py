@@ -1,13 +1,21 @@
 import asyncio
 import collections
 import json
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from crbc_jax.checkpoint import Checkpointer
+from crbc_jax.config import default_config
 from crbc_jax.evaluate import EvalResult, Proportion, evaluate, wilson_interval
-from crbc_jax.types import Trajectory
+from crbc_jax.types import TrainState, Trajectory
+
+ROOT = pathlib.Path(__file__).parents[1]
+SCRIPT = ROOT / "experiments" / "evaluate.py"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +112,7 @@ def test_result_is_json_even_if_all_were_aborted():
     assert record["num_aborted"] == 2
     assert record["tasks"][0]["error"] == "worker died"
     assert isinstance(result, EvalResult)
+    assert list(record["by_difficulty"]) == [""]
 
 
 @pytest.mark.parametrize("ids, what", [([], "got 0"), (["a", "b", "a"], "repeated: ")])
@@ -139,3 +148,92 @@ def test_an_episode_of_another_task_is_refused():
 
     with pytest.raises(ValueError, match="'a' came back as 'other'"):
         asyncio.run(evaluate(run_episode, ["a"], max_concurrent=1))
+
+
+# Runs the script on canned episodes in place of the trainer's engine.
+CANNED = """
+import asyncio, runpy, sys, types
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rsplit("/", 2)[0])
+
+def evaluate_checkpoint(config, workdir, step, *, temperature, progress):
+    from crbc_jax.evaluate import evaluate
+    from tests.evaluate_test import panel, player
+
+    print(f"played {step} at {temperature}")
+    outcomes = panel(20)
+    moves = {name: 2 + index % 2 for index, name in enumerate(outcomes)}
+    return asyncio.run(
+        evaluate(player(outcomes), list(outcomes), max_concurrent=4, difficulty=moves)
+    )
+
+sys.modules["crbc_jax.train"] = types.ModuleType("train")
+sys.modules["crbc_jax.train"].evaluate_checkpoint = evaluate_checkpoint
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_script(*arguments):
+    """Exit status, standard output and standard error of the script."""
+    done = subprocess.run(
+        [sys.executable, "-c", CANNED, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("run")
+    (workdir / "config.json").write_text(default_config().to_json())
+    checkpoints = Checkpointer(workdir, keep_last=2)
+    state = TrainState({"w": np.ones(2, np.float32)}, (), None, np.int32(0))
+    for step, success in [(10, 0.8), (20, 0.7)]:
+        checkpoints.save(step, state, {"panel": "0123456789abcdef"}, success=success)
+    return workdir
+
+
+@pytest.mark.parametrize(
+    "flags, step, temperature",
+    [
+        ([], 10, 0.4),  # The best, at the config's own temperature.
+        (["--checkpoint=latest", "--temperature=0"], 20, 0.0),
+        (["--checkpoint=20", "--temperature=1.5"], 20, 1.5),
+    ],
+)
+def test_script_prints_a_table_and_writes_json(workdir, flags, step, temperature):
+    status, output, error = run_script(f"--workdir={workdir}", *flags)
+    assert (status, error) == (0, "")
+    assert f"played {step} at {temperature}" in output
+    assert "16/20 tasks, 4 aborted" in output
+    assert "panel 0123456789ab" in output
+    assert ("flatters" in output) == (not flags)
+    path = workdir / f"evaluation-{step:06d}-t{temperature:g}.json"
+    record = json.loads(path.read_text())
+    assert record["update"] == step
+    assert record["temperature"] == temperature
+    assert record["panel"] == "0123456789abcdef"
+    assert record["overall"]["successes"] == 8
+    assert list(record["by_difficulty"]) == ["2", "3"]
+    assert len(record["tasks"]) == 20
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "--workdir is missing"),
+        (["--workdir=nowhere"], "--workdir='nowhere' holds no run"),
+        (["--workdir=.", "--temperature=-1"], "temperature"),
+        (["--workdir=.", "--checkpont=best"], "Did you mean: checkpoint"),
+        (["--workdir={}", "--checkpoint=15"], "use `best` .* or one of [10, 20]"),
+    ],
+)
+def test_script_refuses_in_one_line(workdir, flags, message):
+    flags = [flag.replace("{}", str(workdir)) for flag in flags]
+    status, _, error = run_script(*flags)
+    assert status == 1
+    assert error.startswith("evaluate.py: ")
+    assert "Traceback" not in error
+    start, _, end = message.partition(" .* ")
+    assert start in error and end in error

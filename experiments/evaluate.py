@@ -1,0 +1,143 @@
+"""Plays a checkpoint once on every task of its run's held-out panel.
+
+    python experiments/evaluate.py --workdir=runs/quickstart --checkpoint=best
+
+Prints success by difficulty with 95 % intervals, and writes the same with the outcome
+of each task to evaluation-STEP-tTEMPERATURE.json in the workdir.
+"""
+
+import json
+import pathlib
+import signal
+import sys
+
+from absl import app, flags, logging
+from ml_collections import ConfigDict
+
+from crbc_jax.types import UserError
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Workdir of a run.")
+_CHECKPOINT = flags.DEFINE_string(
+    "checkpoint", "best", "`best` by held-out success, `latest`, or its update."
+)
+_TEMPERATURE = flags.DEFINE_float(
+    "temperature",
+    None,
+    "Of sampling; 0 is greedy. By default config.evaluate.temperature of the run.",
+    lower_bound=0.0,
+)
+
+
+def read_config(workdir: pathlib.Path) -> ConfigDict:
+    """The config that a run was started with.
+
+    Raises:
+        UserError: if there is no run in the workdir.
+    """
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"--workdir={str(workdir)!r} holds no run: {path} is missing; train one "
+            "with experiments/run.py, or give the workdir of one"
+        )
+    try:
+        return ConfigDict(json.loads(path.read_text()))
+    except ValueError as error:
+        raise UserError(f"{path} is not the config of a run: {error}") from error
+
+
+def choose_step(checkpoints, wanted: str) -> int:
+    """The update that --checkpoint means.
+
+    Raises:
+        UserError: if there is no such checkpoint; says which there are.
+    """
+    steps = checkpoints.steps()
+    if wanted.isdigit() and int(wanted) in steps:
+        return int(wanted)
+    chosen = {"best": checkpoints.best, "latest": checkpoints.latest}
+    if wanted in chosen and (step := chosen[wanted]()) is not None:
+        return step
+    raise UserError(
+        f"--checkpoint={wanted!r} is not there; use `best` (if any was evaluated), "
+        f"`latest`, or one of {steps}"
+    )
+
+
+def print_table(result, title: str) -> None:
+    """Success of each difficulty, then of all."""
+    import rich.console
+    import rich.table
+
+    table = rich.table.Table(title=title, title_justify="left")
+    table.add_column("difficulty")
+    for name in ("solved", "success", "95 % interval"):
+        table.add_column(name, justify="right")
+    shares = result.by_difficulty if len(result.by_difficulty) > 1 else {}
+    for name, share in (shares | {"all": result.overall}).items():
+        if name == "all":
+            table.add_section()
+        low, high = share.interval
+        table.add_row(
+            name,
+            f"{share.successes}/{share.trials}",
+            f"{share.rate:.3f}",
+            f"[{low:.3f}, {high:.3f}]",
+        )
+    console = rich.console.Console(markup=False, highlight=False)
+    console.print(table)
+    console.print(result.counts)
+
+
+def main(_) -> None:
+    logging.set_verbosity(logging.WARNING)  # JAX and Orbax tell every step they do.
+    workdir = pathlib.Path(_WORKDIR.value)
+    config = read_config(workdir)
+
+    # Only now: these load JAX and Orbax, which takes seconds.
+    from crbc_jax.checkpoint import Checkpointer
+    from crbc_jax.metrics import Progress
+    from crbc_jax.train import evaluate_checkpoint
+
+    checkpoints = Checkpointer(workdir, keep_last=1)
+    step = choose_step(checkpoints, _CHECKPOINT.value)
+    temperature = _TEMPERATURE.value
+    if temperature is None:
+        temperature = config.evaluate.temperature
+    with Progress() as progress:
+        result = evaluate_checkpoint(
+            config, workdir, step, temperature=temperature, progress=progress
+        )
+    panel = checkpoints.meta(step)["panel"]
+    print_table(
+        result,
+        f"update {step}, temperature {temperature:g}, panel {panel[:12]}",
+    )
+    if _CHECKPOINT.value == "best":
+        print("`best` was chosen by its success on this panel, which flatters it.")
+    path = workdir / f"evaluation-{step:06d}-t{temperature:g}.json"
+    labels = {"update": step, "temperature": temperature, "panel": panel}
+    path.write_text(json.dumps(labels | result.to_json(), indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+def parse_flags(argv):
+    """Reads the command line; a flag that cannot be read is a one-line error."""
+    try:
+        arguments = flags.FLAGS(argv)
+        if _WORKDIR.value is None:
+            raise flags.IllegalFlagValueError(
+                "--workdir is missing, e.g. --workdir=runs/quickstart"
+            )
+        return arguments
+    except flags.Error as error:
+        sys.exit(f"evaluate.py: {error}")
+
+
+if __name__ == "__main__":
+    try:
+        app.run(main, flags_parser=parse_flags)
+    except (UserError, OSError) as error:
+        sys.exit(f"evaluate.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
