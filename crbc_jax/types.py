@@ -31,13 +31,9 @@ class Step:
     policy_version: int  # Number of updates behind the parameters that sampled it.
     finish_reason: str  # "stop" or "length".
     action: str  # Executed action, or INVALID_ACTION.
-    parse_code: str  # "ok", or why no action could be read or executed.
+    parse_code: str  # Of rollout/actions.py: "ok", or what was wrong with the reply.
+    is_action_valid: bool  # The reply had the right format, whatever the action.
     reward: float  # The environment's, before any penalty.
-
-    @property
-    def is_action_valid(self) -> bool:
-        """True if the reply had the format that the parser asks for."""
-        return self.parse_code == "ok"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

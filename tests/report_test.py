@@ -39,7 +39,8 @@ def make_groups():
             policy_version=30,
             finish_reason="stop",
             action=["up", "left", "down"][index % 3] if valid else INVALID_ACTION,
-            parse_code="ok" if valid else "no_action",
+            parse_code="ok" if valid else "no_tag",
+            is_action_valid=valid,
             reward=-0.1,
         )
 

@@ -23,7 +23,8 @@ def make_groups(seed=0):
             policy_version=7,
             finish_reason="stop" if valid else "length",
             action="up" if valid else INVALID_ACTION,
-            parse_code="ok" if valid else "no_action",
+            parse_code="ok" if valid else "no_tag",
+            is_action_valid=valid,
             reward=-0.1,
         )
 

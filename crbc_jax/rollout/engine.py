@@ -8,6 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 
 
+class EngineFailed(RuntimeError):
+    """No reply came, for no fault of the policy; the episode is aborted."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one reply is sampled."""
