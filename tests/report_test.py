@@ -165,7 +165,7 @@ def test_page_draws_a_success_and_a_failure_of_one_task(finished):
     ]
     assert page.count(BOARD) == 4 + 7
     assert "&lt;solved&gt; &amp; done" in page
-    assert "&lt;invalid&gt;" in page and "no_action" in page
+    assert "&lt;invalid&gt;" in page and "no_tag" in page
     # The failure's first step is row 11 of 22, in the order of the groups.
     credit = np.linspace(-0.4, 0.9, 22)[11]
     failure = page.split("<h3>")[2]
