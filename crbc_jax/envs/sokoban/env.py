@@ -5,13 +5,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from crbc_jax.envs.sokoban import rules
+from crbc_jax.envs.sokoban import render, rules
 from crbc_jax.envs.sokoban.levels import find_level, list_tasks
 from crbc_jax.envs.sokoban.options import GENERATED, Options
 
-# Of the values of a cell in rules.py, and then of the player on a target.
-SYMBOLS = "#_O√XPS"
-_PLAYER_ON_TARGET = rules.PLAYER + 1
+SYMBOLS = "#_O√XPS"  # Of the looks of a cell in render.py.
 _SEEDED_LEVELS = 4096  # What `reset` without a task draws from.
 
 
@@ -76,22 +74,28 @@ class SokobanEnv(gymnasium.Env[str, str]):
 
     def text(self) -> str:
         """Returns the board as the policy sees it."""
-        on_target = (self._cells == rules.PLAYER) & (self._layout == rules.TARGET)
-        symbols = np.where(on_target, _PLAYER_ON_TARGET, self._cells).tolist()
-        return "\n".join("".join([SYMBOLS[cell] for cell in row]) for row in symbols)
+        looks = render.looks(self._layout, self._cells).tolist()
+        return "\n".join("".join([SYMBOLS[look] for look in row]) for row in looks)
 
-    def render(self) -> str:
-        """Returns the text."""
-        return self.text()
+    def image(self) -> np.ndarray:
+        """Returns the board as a picture, uint8 [16 rows, 16 columns, 3]."""
+        return render.render(self._layout, self._cells)
+
+    def render(self) -> str | np.ndarray:
+        """Returns the text, or the picture if the options ask for images."""
+        return self.image() if self.options.images else self.text()
 
     def _info(self, observation: str, won: bool, reason: str) -> dict[str, Any]:
-        return {
+        info = {
             "won": won,
             "admissible_actions": list(rules.ACTIONS),
             "anchor": observation,
             "task_id": self._task_id,
             "reason": reason,
         }
+        if self.options.images:
+            info["image"] = self.image()
+        return info
 
     def _draw_task(self) -> str:
         if self.options.levels == GENERATED:

@@ -7,6 +7,8 @@ whatever the pool, the size or the file.
 
 import functools
 import hashlib
+import heapq
+import itertools
 import pathlib
 import re
 from collections.abc import Iterator
@@ -22,9 +24,11 @@ from crbc_jax.envs.sokoban.options import GENERATED, Options
 # Part of every seed and digest. A change of the levels that a seed makes, which the
 # test of their hash shows, needs another version.
 _VERSION = "sokoban-levels-1"
+_INDEX_DIGITS = 6  # Of a task id: so many that sorting ids sorts numbers.
 _EVAL_SHARE = 8  # One layout in this many is for evaluation.
 _MAX_ATTEMPTS = 500  # Layouts of the right split that are tried for one level.
-_MAX_STATES = 100_000  # Bound of the search that grades a layout.
+_MAX_REPEATS = 8  # Of a level, on average, before a split is taken to have no more.
+_MAX_STATES = 50_000  # Bound of the search that grades a layout.
 
 _HIDE_MOVABLES = str.maketrans("@$+*", "  ..")
 _LAYOUT = {"#": rules.WALL, " ": rules.FLOOR, ".": rules.TARGET}
@@ -46,29 +50,33 @@ class Level(NamedTuple):
 
 
 def list_tasks(split: str, count: int, options: Options) -> TaskSet:
-    """Lists at most `count` task ids, fewer only where the files hold no more.
+    """Lists at most `count` task ids, fewer only where there are no more levels.
 
-    Generated levels are made when they are played: listing them costs nothing.
+    Generated levels for training are made when they are played, so listing them costs
+    nothing. Those for evaluation are made at once, so that none comes twice.
 
     Raises:
         ValueError: if the settings allow no level, or a file is not one of levels.
     """
     if options.levels == GENERATED:
-        prefix = _id_prefix(options)
-        ids = tuple(f"{prefix}-{split}-{index:06d}" for index in range(count))
+        prefix = f"{_id_prefix(options)}-{split}"
+        last = min(_MAX_REPEATS * count, 10**_INDEX_DIGITS)
+        candidates = (f"{prefix}-{index:0{_INDEX_DIGITS}d}" for index in range(last))
+        if split == "eval":
+            candidates = _distinct(candidates, options)
+        ids = tuple(itertools.islice(candidates, count))
         find_level(ids[0], options)  # Refuses settings that no level can meet.
         return TaskSet(ids, digest_lines([_VERSION, *ids]))
-    ranked = sorted(
-        (_layout_hash(text.translate(_HIDE_MOVABLES)), task_id, text)
-        for path, name in _level_files(options.levels)
-        for task_id, text in _read_file(path, name).items()
-        if _split_of(text.translate(_HIDE_MOVABLES)) == split
-    )
-    chosen = sorted((task_id, text) for _, task_id, text in ranked[:count])
-    return TaskSet(
-        tuple(task_id for task_id, _ in chosen),
-        digest_lines(part for pair in chosen for part in pair),
-    )
+    in_split = []
+    for path, name in _level_files(options.levels):
+        for task_id, text in _read_file(path, name).items():
+            layout = text.translate(_HIDE_MOVABLES)
+            if _split_of(layout) == split:
+                in_split.append((_layout_hash(layout), task_id, text))
+    # The first by hash are a sample of all files, and the same whatever their order.
+    chosen = sorted(level[1:] for level in heapq.nsmallest(count, in_split))
+    lines = itertools.chain.from_iterable(chosen)
+    return TaskSet(tuple(task_id for task_id, _ in chosen), digest_lines(lines))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -80,10 +88,11 @@ def find_level(task_id: str, options: Options) -> Level:
     """
     if options.levels == GENERATED:
         prefix = _id_prefix(options)
-        match = re.fullmatch(rf"{re.escape(prefix)}-(train|eval)-(\d{{6}})", task_id)
+        pattern = rf"{re.escape(prefix)}-(train|eval)-(\d{{{_INDEX_DIGITS}}})"
+        match = re.fullmatch(pattern, task_id)
         if not match:
             raise ValueError(
-                f"task {task_id!r} is not one of {prefix}-train-000000, ...; tasks and "
+                f"task {task_id!r} is not one of the pool {prefix}; tasks and "
                 "environment need the same sokoban options"
             )
         return _generate(match[1], int(match[2]), options)
@@ -184,7 +193,7 @@ def _read_file(path: pathlib.Path, name: str) -> dict[str, str]:
     """Returns the levels of a file by task id, in order."""
     found = {}
     for block in _blocks(path.read_text(encoding="utf-8")):
-        found[f"{name}#{len(found):06d}"] = block
+        found[f"{name}#{len(found):0{_INDEX_DIGITS}d}"] = block
     if not found:
         raise ValueError(f"{path.absolute()} holds no Sokoban level")
     return found
@@ -204,6 +213,17 @@ def _blocks(text: str) -> Iterator[str]:
 # Generated levels.
 
 
+def _distinct(task_ids: Iterator[str], options: Options) -> Iterator[str]:
+    """Leaves out tasks whose level an earlier one has."""
+    seen = set()
+    for task_id in task_ids:
+        level = find_level(task_id, options)
+        content = level.layout.tobytes() + level.cells.tobytes()
+        if content not in seen:
+            seen.add(content)
+            yield task_id
+
+
 class _Draws:
     """Numbers that are a function of a seed text alone, on every machine and release.
 
@@ -211,7 +231,8 @@ class _Draws:
     """
 
     def __init__(self, seed: str):
-        self._bits = int.from_bytes(hashlib.shake_128(seed.encode()).digest(160))
+        # Enough for the largest board and the most boxes that the options allow.
+        self._bits = int.from_bytes(hashlib.shake_128(seed.encode()).digest(320))
 
     def bits(self, count: int) -> int:
         """Returns `count` random bits."""
@@ -264,17 +285,18 @@ def _generate(split: str, index: int, options: Options) -> Level:
 
 
 def _draw_board(draws: _Draws, options: Options) -> solver.Board | None:
-    """Drops walls on a quarter of the inner cells; keeps one connected part."""
+    """Drops walls on three inner cells in eight; keeps one connected part."""
     size = options.size
     inner_row = ((1 << (size - 2)) - 1) << 1
     inner = sum(inner_row << (row * size) for row in range(1, size - 1))
-    open_cells = inner & ~(draws.bits(size * size) & draws.bits(size * size))
+    first, second, third = (draws.bits(size * size) for _ in range(3))
+    open_cells = inner & ~(first & (second | third))
     if not open_cells:
         return None
     board = solver.Board(size, open_cells, targets=0)
     floor = solver.connected(board, draws.member(open_cells))
-    # At least the targets, and room for the player and for each box to move.
-    if floor.bit_count() < 2 * options.num_boxes + 3:
+    # Small parts would repeat from level to level, and leave boxes no room.
+    if floor.bit_count() < max((size - 2) ** 2 // 2, 2 * options.num_boxes + 3):
         return None
     targets = 0
     for _ in range(options.num_boxes):
