@@ -1,5 +1,6 @@
 """Rows of metrics.jsonl and evaluations -> Matplotlib figures."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,20 +13,20 @@ Row = Mapping[str, Any]
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#6b6b6b"
 _STYLE = {"linewidth": 1.6, "marker": "o", "markersize": 3}
 
-# Title of a panel -> last parts of the names of the fields that it may show.
+# Title of a panel -> pattern of the last part of the names of its fields.
 _PANELS = {
-    "Policy entropy (nats a token)": ("entropy",),
-    "KL divergence (nats a token)": ("kl", "approx_kl", "reference_kl", "policy_kl"),
-    "Clipped share of tokens": ("clip_fraction",),
-    "Gradient norm (before clipping)": ("grad_norm",),
-    "Invalid share of actions": ("invalid_share",),
-    "Groups without variance (share)": ("zero_variance_share",),
+    "Policy entropy (nats a token)": r"(.*_)?entropy",
+    "KL divergence (nats a token)": r"(.*_)?kl(_.*)?",
+    "Clipped share of tokens": r".*clip(ped)?_(fraction|share)",
+    "Gradient norm (before clipping)": r"grad_norm",
+    "Invalid share of actions": r"invalid(_action)?_share",
+    "Groups without variance (share)": r"(zero_variance|degenerate)_.*",
 }
 
 
 def draw_curves(rows: Sequence[Row]) -> Figure:
     """Success over updates, and below it what the learner did."""
-    panels = {title: _matching(rows, ends) for title, ends in _PANELS.items()}
+    panels = {title: _matching(rows, end) for title, end in _PANELS.items()}
     panels = {title: fields for title, fields in panels.items() if fields}
     num_rows = -(-len(panels) // 3)
     figure = Figure(figsize=(10, 3.6 + 2.2 * num_rows), layout="constrained")
@@ -99,7 +100,7 @@ def _draw_success(axes, rows: Sequence[Row]) -> None:
     updates, rates = _curve(rows, "eval/success_rate")
     _, lows = _curve(rows, "eval/success_low")
     _, highs = _curve(rows, "eval/success_high")
-    for field in _matching(rows, ("success_rate",)):
+    for field in _matching(rows, "success_rate"):
         if not field.startswith("eval/"):
             axes.plot(*_curve(rows, field), color=_GREY, linewidth=1, label=field)
     if updates:
@@ -114,10 +115,10 @@ def _draw_success(axes, rows: Sequence[Row]) -> None:
     _finish(axes, "Success rate")
 
 
-def _matching(rows: Sequence[Row], ends: Sequence[str]) -> list[str]:
-    """Fields whose name ends with one of `ends`, in order of appearance."""
+def _matching(rows: Sequence[Row], pattern: str) -> list[str]:
+    """Fields whose last part matches `pattern`, in order of appearance."""
     fields = dict.fromkeys(field for row in rows for field in row)
-    return [field for field in fields if field.split("/")[-1] in ends]
+    return [f for f in fields if re.fullmatch(pattern, f.split("/")[-1])]
 
 
 def _curve(rows: Sequence[Row], field: str) -> tuple[list[int], list[float]]:
