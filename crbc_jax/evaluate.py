@@ -197,6 +197,7 @@ async def evaluate(
     finally:
         for episode in episodes:  # After an error, no other plays on.
             episode.cancel()
+        await asyncio.gather(*episodes, return_exceptions=True)
 
 
 def _proportion(tasks: Sequence[TaskResult]) -> Proportion:
