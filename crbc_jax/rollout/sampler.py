@@ -1,0 +1,405 @@
+"""The embedded engine: requests of many episodes -> one jitted call a tick -> replies.
+
+A tick starts when every coroutine that holds `episode()` waits for a reply. Its
+requests are sorted by seed, so that what runs together, and hence every bit of the
+result, depends on the requests alone and never on who came first.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from crbc_jax.models.config import DecoderConfig
+from crbc_jax.models.decoder import forward, init_cache, seed_words, unembed
+from crbc_jax.rollout.engine import Completion, Request
+
+_NO_TOKEN = -1
+_MAX_STOP_IDS = 8  # A fixed width: another number of stop ids compiles nothing.
+_PROMPT_MULTIPLE = 4  # Tokens; prompt buckets are multiples of it.
+
+# The sampler whose episode() the current coroutine holds.
+_HELD: contextvars.ContextVar[Any] = contextvars.ContextVar("held", default=None)
+
+
+class _Rows(NamedTuple):
+    """A bucket of requests as arrays; a padded row has max_tokens 0."""
+
+    prompts: np.ndarray  # int32 [rows, length], padded on the left.
+    lengths: np.ndarray  # int32 [rows]
+    seeds: np.ndarray  # uint32 [rows, 2]
+    temperatures: np.ndarray  # float32 [rows]
+    max_tokens: np.ndarray  # int32 [rows]
+    stop_ids: np.ndarray  # int32 [rows, _MAX_STOP_IDS], padded with _NO_TOKEN.
+
+
+class _Waiting(NamedTuple):
+    request: Request
+    reply: asyncio.Future
+
+
+class Sampler:
+    """An Engine that runs the decoder in this process, with a KV cache.
+
+    A reply depends on its request and the weights; on its companions in the batch it
+    depends only through floating-point rounding, and ticks make those deterministic.
+    Use it from one event loop at a time; other threads may run JAX beside it.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        row_buckets: Sequence[int] = (32, 128, 256),
+        num_prompt_buckets: int = 4,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        """Compiles nothing yet; each (rows, prompt length) bucket does at first use.
+
+        Args:
+            config: shape of the decoder.
+            max_prompt_tokens: longest prompt; prompts are padded to one of
+                `num_prompt_buckets` evenly spaced lengths up to it.
+            max_response_tokens: largest `max_tokens` of a request.
+            row_buckets: numbers of requests that run as one call; more than the
+                largest are cut into several calls.
+            num_prompt_buckets: see `max_prompt_tokens`.
+            devices: of this process; rows are split among them, weights repeated on
+                each. None: the first one.
+
+        Raises:
+            ValueError: if a size is not positive, the model has too few positions, or
+                the devices do not divide a row bucket.
+        """
+        sizes = {
+            "max_prompt_tokens": max_prompt_tokens,
+            "max_response_tokens": max_response_tokens,
+            "num_prompt_buckets": num_prompt_buckets,
+            "row_buckets": min(row_buckets, default=0),
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+        if max_prompt_tokens + max_response_tokens > config.max_positions:
+            raise ValueError(
+                f"max_prompt_tokens={max_prompt_tokens} + max_response_tokens="
+                f"{max_response_tokens} exceed the model's {config.max_positions} "
+                "positions (max_position_embeddings)"
+            )
+        devices = list(devices or jax.local_devices()[:1])
+        if any(rows % len(devices) for rows in row_buckets):
+            raise ValueError(
+                f"row_buckets={tuple(row_buckets)} must be multiples of the number of "
+                f"devices, {len(devices)}"
+            )
+        mesh = jax.sharding.Mesh(np.array(devices), ("rows",))
+        self._repeated = NamedSharding(mesh, PartitionSpec())
+        self._by_row = NamedSharding(mesh, PartitionSpec("rows"))
+        self._config = config
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_response_tokens = max_response_tokens
+        self._row_buckets = sorted(row_buckets)
+        self._prompt_buckets = _prompt_buckets(max_prompt_tokens, num_prompt_buckets)
+        self._weights: tuple[Any, int] | None = None  # Parameters and their version.
+        self._waiting: list[_Waiting] = []
+        self._holders = 0
+        self._is_running = False
+        self._closed = False
+        self._stats = dict.fromkeys(_STATS, 0.0)
+
+    async def generate(self, request: Request) -> Completion:
+        """Samples one reply in the next tick.
+
+        Raises:
+            ValueError: if the request fits no bucket or has a bad setting.
+            RuntimeError: before the first `publish`, and after `close`.
+        """
+        self._check(request)
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(request, loop.create_future())
+        # A request from outside any episode is an episode of its own meanwhile.
+        with contextlib.nullcontext() if _HELD.get() is self else self.episode():
+            self._waiting.append(waiting)
+            self._wake()
+            try:
+                return await waiting.reply
+            finally:
+                if waiting in self._waiting:  # Cancelled before its tick.
+                    self._waiting.remove(waiting)
+
+    async def publish(self, params: Any, version: int) -> None:
+        """Copies `params`, on whatever devices, for all ticks that start from now on.
+
+        The caller may donate or delete its own arrays as soon as this returns.
+        """
+
+        def copy(leaf):
+            # The first transfer may return the caller's own buffer on a shared
+            # device; within one sharding, may_alias=False does copy.
+            leaf = jax.device_put(leaf, self._repeated)
+            return jax.device_put(leaf, self._repeated, may_alias=False)
+
+        self._weights = jax.block_until_ready(jax.tree.map(copy, params)), version
+
+    @contextlib.contextmanager
+    def episode(self) -> Iterator[None]:
+        """See Engine.episode."""
+        token = _HELD.set(self)
+        self._holders += 1
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            _HELD.reset(token)
+            self._wake()
+
+    def stats(self) -> Mapping[str, float]:
+        """Returns the counters since the last call.
+
+        `requests`, `ticks`, `calls` (of the device), `prompt_tokens`,
+        `response_tokens` and `seconds` (within ticks).
+        """
+        stats, self._stats = self._stats, dict.fromkeys(_STATS, 0.0)
+        return stats
+
+    async def close(self) -> None:
+        """Drops the weights; requests that wait end with RuntimeError."""
+        self._closed = True
+        self._weights = None
+        for waiting in self._waiting:
+            if not waiting.reply.done():
+                waiting.reply.set_exception(RuntimeError("the sampler was closed"))
+        self._waiting.clear()
+
+    def _check(self, request: Request) -> None:
+        if self._closed:
+            raise RuntimeError("generate was called after close")
+        if self._weights is None:
+            raise RuntimeError("generate was called before the first publish")
+        num_tokens, limit = len(request.prompt_ids), self._max_prompt_tokens
+        if not 1 <= num_tokens <= limit:
+            raise ValueError(
+                f"request.prompt_ids has {num_tokens} tokens; needs 1 to {limit}: "
+                "shorten the prompt or raise config.rollout.max_prompt_tokens"
+            )
+        largest = int(np.max(request.prompt_ids))
+        if int(np.min(request.prompt_ids)) < 0 or largest >= self._config.vocab_size:
+            raise ValueError(
+                f"request.prompt_ids must lie in [0, {self._config.vocab_size}), got "
+                f"{np.min(request.prompt_ids)} to {largest}: the prompt was made by "
+                "another model's tokenizer"
+            )
+        sampling, limit = request.sampling, self._max_response_tokens
+        if not 1 <= sampling.max_tokens <= limit:
+            raise ValueError(
+                f"sampling.max_tokens={sampling.max_tokens} must be 1 to {limit} "
+                "(config.rollout.max_response_tokens)"
+            )
+        if not 0 <= sampling.temperature < np.inf:
+            raise ValueError(
+                f"sampling.temperature={sampling.temperature} must be 0 (greedy) or a "
+                "positive number"
+            )
+        if len(sampling.stop_ids) > _MAX_STOP_IDS:
+            raise ValueError(
+                f"sampling.stop_ids has {len(sampling.stop_ids)} ids; at most "
+                f"{_MAX_STOP_IDS} are supported"
+            )
+
+    def _wake(self) -> None:
+        """Looks whether a tick is due, once all that is ready now has run."""
+        if self._waiting:
+            self._waiting[0].reply.get_loop().call_soon(self._start_tick)
+
+    def _start_tick(self) -> None:
+        is_due = self._waiting and len(self._waiting) >= self._holders
+        if not is_due or self._is_running:
+            return
+        batch, self._waiting = self._waiting, []
+        batch.sort(key=lambda w: (w.request.seed, w.request.prompt_ids.tobytes()))
+        requests = [waiting.request for waiting in batch]
+        # In a thread, so that the loop stays free for signals and timeouts.
+        work = asyncio.to_thread(self._run, requests, *self._weights)
+        self._is_running = True
+        task = batch[0].reply.get_loop().create_task(work)
+        task.add_done_callback(functools.partial(self._finish_tick, batch))
+
+    def _finish_tick(self, batch: list[_Waiting], task: asyncio.Task) -> None:
+        self._is_running = False
+        failure = None if task.cancelled() else task.exception()
+        for number, (_, reply) in enumerate(batch):
+            if reply.done():  # Its coroutine was cancelled.
+                continue
+            if task.cancelled():
+                reply.cancel()
+            elif failure:
+                reply.set_exception(failure)
+            else:
+                reply.set_result(task.result()[number])
+        self._wake()
+
+    def _run(self, requests, params, version) -> list[Completion]:
+        started = time.perf_counter()
+        replies = []
+        largest = self._row_buckets[-1]
+        for first in range(0, len(requests), largest):
+            part = requests[first : first + largest]
+            rows = self._pad(part)
+            token_ids, logprobs = _sample(
+                self._config,
+                params,
+                jax.device_put(rows, self._by_row),
+                self._max_response_tokens,
+            )
+            token_ids, logprobs = np.asarray(token_ids), np.asarray(logprobs)
+            replies += [
+                _completion(*row, version)
+                for row in zip(part, token_ids, logprobs, strict=False)
+            ]
+            self._stats["calls"] += 1
+        self._stats["ticks"] += 1
+        self._stats["requests"] += len(requests)
+        self._stats["prompt_tokens"] += sum(len(r.prompt_ids) for r in requests)
+        self._stats["response_tokens"] += sum(len(r.token_ids) for r in replies)
+        self._stats["seconds"] += time.perf_counter() - started
+        return replies
+
+    def _pad(self, requests: Sequence[Request]) -> _Rows:
+        longest = max(len(request.prompt_ids) for request in requests)
+        length = next(n for n in self._prompt_buckets if n >= longest)
+        num_rows = next(n for n in self._row_buckets if n >= len(requests))
+        rows = _Rows(
+            prompts=np.zeros((num_rows, length), np.int32),
+            lengths=np.ones(num_rows, np.int32),
+            seeds=np.zeros((num_rows, 2), np.uint32),
+            temperatures=np.ones(num_rows, np.float32),
+            max_tokens=np.zeros(num_rows, np.int32),
+            stop_ids=np.full((num_rows, _MAX_STOP_IDS), _NO_TOKEN, np.int32),
+        )
+        for row, request in enumerate(requests):
+            num_tokens = len(request.prompt_ids)
+            rows.prompts[row, length - num_tokens :] = request.prompt_ids
+            rows.lengths[row] = num_tokens
+            rows.seeds[row] = seed_words(request.seed)
+            rows.temperatures[row] = request.sampling.temperature
+            rows.max_tokens[row] = request.sampling.max_tokens
+            stop_ids = request.sampling.stop_ids
+            rows.stop_ids[row, : len(stop_ids)] = stop_ids
+        return rows
+
+
+_STATS = (
+    "requests",
+    "ticks",
+    "calls",
+    "prompt_tokens",
+    "response_tokens",
+    "seconds",
+)
+
+
+def _prompt_buckets(max_tokens: int, count: int) -> list[int]:
+    """Up to `count` evenly spaced lengths, the last one at least `max_tokens`."""
+    step = -(-max_tokens // (count * _PROMPT_MULTIPLE)) * _PROMPT_MULTIPLE
+    return list(range(step, max_tokens + step, step))
+
+
+def _completion(request, token_ids, logprobs, version) -> Completion:
+    num_tokens = int(np.sum(token_ids != _NO_TOKEN))
+    token_ids = token_ids[:num_tokens].copy()
+    stopped = int(token_ids[-1]) in request.sampling.stop_ids
+    return Completion(
+        token_ids=token_ids,
+        logprobs=logprobs[:num_tokens].copy(),
+        policy_version=version,
+        finish_reason="stop" if stopped else "length",
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "max_tokens"))
+def _sample(config: DecoderConfig, params: Any, rows: _Rows, max_tokens: int):
+    """Returns token ids and log-probabilities, [rows, max_tokens].
+
+    Prefills all but the last token of each prompt, then decodes from that one until
+    every row has stopped. Ids after a row's end are _NO_TOKEN. Tokens are drawn by the
+    Gumbel-max trick from a key of (the row's seed, the token's number).
+    """
+    num_rows, length = rows.prompts.shape
+    positions = jnp.arange(length) - (length - rows.lengths)[:, None]
+    segment_ids = (positions >= 0).astype(jnp.int32)
+    positions = jnp.maximum(positions, 0)
+    dtype = params["embed"]["embedding"].dtype
+    cache = init_cache(config, num_rows, length - 1 + max_tokens, dtype)
+    prefix = (rows.prompts[:, :-1], positions[:, :-1], segment_ids[:, :-1])
+    _, cache = forward(config, params, *prefix, cache)
+    keys = jax.random.wrap_key_data(rows.seeds, impl="threefry2x32")
+    is_greedy = rows.temperatures == 0
+    scale = 1 / jnp.where(is_greedy, 1, rows.temperatures)
+    ones = jnp.ones((num_rows, 1), jnp.int32)
+
+    def draw(number, hidden):
+        logits = unembed(config, params, hidden) * scale[:, None]
+        # Rounding may lift the log-probability of a certain token above 0.
+        logprobs = jnp.minimum(jax.nn.log_softmax(logits), 0.0)
+        token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))
+        noisy = logits + jnp.where(is_greedy[:, None], 0.0, noise(token_keys))
+        tokens = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+        return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+
+    def is_unfinished(carry):
+        return (carry.number < max_tokens) & ~jnp.all(carry.is_done)
+
+    def decode(carry):
+        hidden, cache = forward(
+            config,
+            params,
+            carry.tokens[:, None],
+            (rows.lengths - 1 + carry.number)[:, None],
+            ones,
+            carry.cache,
+        )
+        tokens, logprobs = draw(carry.number, hidden[:, 0])
+        recorded = jnp.where(carry.is_done, _NO_TOKEN, tokens)
+        is_stop = jnp.any(tokens[:, None] == rows.stop_ids, axis=1)
+        number = carry.number + 1
+        return _Decoding(
+            number=number,
+            tokens=tokens,
+            is_done=carry.is_done | is_stop | (number >= rows.max_tokens),
+            cache=cache,
+            token_ids=carry.token_ids.at[:, carry.number].set(recorded),
+            logprobs=carry.logprobs.at[:, carry.number].set(logprobs),
+        )
+
+    carry = _Decoding(
+        number=jnp.int32(0),
+        tokens=rows.prompts[:, -1],
+        is_done=rows.max_tokens == 0,
+        cache=cache,
+        token_ids=jnp.full((num_rows, max_tokens), _NO_TOKEN, jnp.int32),
+        logprobs=jnp.zeros((num_rows, max_tokens), jnp.float32),
+    )
+    carry = jax.lax.while_loop(is_unfinished, decode, carry)
+    return carry.token_ids, carry.logprobs
+
+
+class _Decoding(NamedTuple):
+    """What the decode loop carries; arrays are [rows, ...]."""
+
+    number: jax.Array  # Of the next token, from 0.
+    tokens: jax.Array  # The last ones, not in the cache yet.
+    is_done: jax.Array
+    cache: Any
+    token_ids: jax.Array
+    logprobs: jax.Array
