@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from crbc_jax import envs
 from crbc_jax.checkpoint import Checkpointer
 from crbc_jax.config import default_config
+from crbc_jax.envs.pool import EnvPool
 from crbc_jax.evaluate import EvalResult, Proportion, evaluate, wilson_interval
+from crbc_jax.models.tokenizer import load_tokenizer
+from crbc_jax.rollout.collect import EVAL, EpisodeKey, Player, run_episode
+from crbc_jax.rollout.prompts import PROMPTS
+from crbc_jax.rollout.scripted import ScriptedEngine
 from crbc_jax.types import TrainState, Trajectory
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -148,6 +154,54 @@ def test_an_episode_of_another_task_is_refused():
 
     with pytest.raises(ValueError, match="'a' came back as 'other'"):
         asyncio.run(evaluate(run_episode, ["a"], max_concurrent=1))
+
+
+def play_sokoban(num_workers):
+    """The real path from tasks to a result, but for a policy that walks by its seed."""
+    options = {"max_steps": 12, "min_moves": 2, "max_moves": 3}
+    tokenizer = load_tokenizer("preset:sokoban_tiny")
+    template = PROMPTS["sokoban_compact"]
+    replies = [
+        tokenizer.encode(template.reply(action))
+        for action in ("up", "down", "left", "right")
+    ]
+    task_ids = envs.tasks("sokoban", "eval", count=21, **options).ids
+    engine = ScriptedEngine(lambda request: replies[request.seed % 4])
+
+    async def main():
+        await engine.publish(None, 5)
+        async with EnvPool("sokoban", options, num_workers, step_timeout=60.0) as pool:
+            player = Player(
+                engine,
+                pool,
+                tokenizer,
+                template,
+                history_length=0,
+                max_prompt_tokens=32,
+                max_response_tokens=4,
+                stop_ids=(tokenizer.id_of("</action>"),),
+                seed=0,
+            )
+
+            async def run(task_id):
+                key = EpisodeKey(EVAL, 5, task_ids.index(task_id), 0)
+                return await run_episode(
+                    player, task_id, key, temperature=0.4, versions=range(5, 6)
+                )
+
+            moves = {i: envs.difficulty("sokoban", i, **options) for i in task_ids}
+            return await evaluate(run, task_ids, max_concurrent=8, difficulty=moves)
+
+    return asyncio.run(main())
+
+
+def test_sokoban_panel_is_the_same_for_any_number_of_workers():
+    alone, spread = play_sokoban(num_workers=0), play_sokoban(num_workers=2)
+    assert alone == spread
+    assert alone.counts == "21/21 tasks"
+    assert len({task.task_id for task in alone.tasks}) == 21
+    assert alone.overall.successes > 0
+    assert set(alone.by_difficulty) <= {"2", "3"}
 
 
 # Runs the script on canned episodes in place of the trainer's engine.
