@@ -11,39 +11,29 @@ import contextvars
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from crbc_jax.models.config import DecoderConfig
-from crbc_jax.models.decoder import forward, init_cache, seed_words, unembed
+from crbc_jax.models.decoder import seed_words
+from crbc_jax.rollout.decoding import MAX_STOP_IDS, NO_TOKEN, Rows, sample
 from crbc_jax.rollout.engine import Completion, Request
 
-_NO_TOKEN = -1
-_MAX_STOP_IDS = 8  # A fixed width: another number of stop ids compiles nothing.
 _PROMPT_MULTIPLE = 4  # Tokens; prompt buckets are multiples of it.
 
+_STATS = (
+    "requests",
+    "ticks",
+    "calls",
+    "prompt_tokens",
+    "response_tokens",
+    "seconds",
+)
 # The sampler whose episode() the current coroutine holds.
 _HELD: contextvars.ContextVar[Any] = contextvars.ContextVar("held", default=None)
-
-
-class _Rows(NamedTuple):
-    """A bucket of requests as arrays; a padded row has max_tokens 0."""
-
-    prompts: np.ndarray  # int32 [rows, length], padded on the left.
-    lengths: np.ndarray  # int32 [rows]
-    seeds: np.ndarray  # uint32 [rows, 2]
-    temperatures: np.ndarray  # float32 [rows]
-    max_tokens: np.ndarray  # int32 [rows]
-    stop_ids: np.ndarray  # int32 [rows, _MAX_STOP_IDS], padded with _NO_TOKEN.
-
-
-class _Waiting(NamedTuple):
-    request: Request
-    reply: asyncio.Future
 
 
 class Sampler:
@@ -111,7 +101,7 @@ class Sampler:
         self._row_buckets = sorted(row_buckets)
         self._prompt_buckets = _prompt_buckets(max_prompt_tokens, num_prompt_buckets)
         self._weights: tuple[Any, int] | None = None  # Parameters and their version.
-        self._waiting: list[_Waiting] = []
+        self._waiting: dict[asyncio.Future, Request] = {}
         self._holders = 0
         self._is_running = False
         self._closed = False
@@ -125,17 +115,15 @@ class Sampler:
             RuntimeError: before the first `publish`, and after `close`.
         """
         self._check(request)
-        loop = asyncio.get_running_loop()
-        waiting = _Waiting(request, loop.create_future())
+        reply = asyncio.get_running_loop().create_future()
         # A request from outside any episode is an episode of its own meanwhile.
         with contextlib.nullcontext() if _HELD.get() is self else self.episode():
-            self._waiting.append(waiting)
+            self._waiting[reply] = request
             self._wake()
             try:
-                return await waiting.reply
+                return await reply
             finally:
-                if waiting in self._waiting:  # Cancelled before its tick.
-                    self._waiting.remove(waiting)
+                self._waiting.pop(reply, None)  # Still there if it was cancelled.
 
     async def publish(self, params: Any, version: int) -> None:
         """Copies `params`, on whatever devices, for all ticks that start from now on.
@@ -176,9 +164,9 @@ class Sampler:
         """Drops the weights; requests that wait end with RuntimeError."""
         self._closed = True
         self._weights = None
-        for waiting in self._waiting:
-            if not waiting.reply.done():
-                waiting.reply.set_exception(RuntimeError("the sampler was closed"))
+        for reply in self._waiting:
+            if not reply.done():
+                reply.set_exception(RuntimeError("the sampler was closed"))
         self._waiting.clear()
 
     def _check(self, request: Request) -> None:
@@ -210,34 +198,39 @@ class Sampler:
                 f"sampling.temperature={sampling.temperature} must be 0 (greedy) or a "
                 "positive number"
             )
-        if len(sampling.stop_ids) > _MAX_STOP_IDS:
+        if len(sampling.stop_ids) > MAX_STOP_IDS:
             raise ValueError(
                 f"sampling.stop_ids has {len(sampling.stop_ids)} ids; at most "
-                f"{_MAX_STOP_IDS} are supported"
+                f"{MAX_STOP_IDS} are supported"
             )
 
     def _wake(self) -> None:
         """Looks whether a tick is due, once all that is ready now has run."""
         if self._waiting:
-            self._waiting[0].reply.get_loop().call_soon(self._start_tick)
+            next(iter(self._waiting)).get_loop().call_soon(self._start_tick)
 
     def _start_tick(self) -> None:
         is_due = self._waiting and len(self._waiting) >= self._holders
         if not is_due or self._is_running:
             return
-        batch, self._waiting = self._waiting, []
-        batch.sort(key=lambda w: (w.request.seed, w.request.prompt_ids.tobytes()))
-        requests = [waiting.request for waiting in batch]
+        batch = sorted(
+            self._waiting.items(),
+            key=lambda item: (item[1].seed, item[1].prompt_ids.tobytes()),
+        )
+        self._waiting = {}
+        replies, requests = zip(*batch, strict=True)
         # In a thread, so that the loop stays free for signals and timeouts.
         work = asyncio.to_thread(self._run, requests, *self._weights)
         self._is_running = True
-        task = batch[0].reply.get_loop().create_task(work)
-        task.add_done_callback(functools.partial(self._finish_tick, batch))
+        task = replies[0].get_loop().create_task(work)
+        task.add_done_callback(functools.partial(self._finish_tick, replies))
 
-    def _finish_tick(self, batch: list[_Waiting], task: asyncio.Task) -> None:
+    def _finish_tick(
+        self, replies: Sequence[asyncio.Future], task: asyncio.Task
+    ) -> None:
         self._is_running = False
         failure = None if task.cancelled() else task.exception()
-        for number, (_, reply) in enumerate(batch):
+        for number, reply in enumerate(replies):
             if reply.done():  # Its coroutine was cancelled.
                 continue
             if task.cancelled():
@@ -255,7 +248,7 @@ class Sampler:
         for first in range(0, len(requests), largest):
             part = requests[first : first + largest]
             rows = self._pad(part)
-            token_ids, logprobs = _sample(
+            token_ids, logprobs = sample(
                 self._config,
                 params,
                 jax.device_put(rows, self._by_row),
@@ -274,17 +267,17 @@ class Sampler:
         self._stats["seconds"] += time.perf_counter() - started
         return replies
 
-    def _pad(self, requests: Sequence[Request]) -> _Rows:
+    def _pad(self, requests: Sequence[Request]) -> Rows:
         longest = max(len(request.prompt_ids) for request in requests)
         length = next(n for n in self._prompt_buckets if n >= longest)
         num_rows = next(n for n in self._row_buckets if n >= len(requests))
-        rows = _Rows(
+        rows = Rows(
             prompts=np.zeros((num_rows, length), np.int32),
             lengths=np.ones(num_rows, np.int32),
             seeds=np.zeros((num_rows, 2), np.uint32),
             temperatures=np.ones(num_rows, np.float32),
             max_tokens=np.zeros(num_rows, np.int32),
-            stop_ids=np.full((num_rows, _MAX_STOP_IDS), _NO_TOKEN, np.int32),
+            stop_ids=np.full((num_rows, MAX_STOP_IDS), NO_TOKEN, np.int32),
         )
         for row, request in enumerate(requests):
             num_tokens = len(request.prompt_ids)
@@ -298,16 +291,6 @@ class Sampler:
         return rows
 
 
-_STATS = (
-    "requests",
-    "ticks",
-    "calls",
-    "prompt_tokens",
-    "response_tokens",
-    "seconds",
-)
-
-
 def _prompt_buckets(max_tokens: int, count: int) -> list[int]:
     """Up to `count` evenly spaced lengths, the last one at least `max_tokens`."""
     step = -(-max_tokens // (count * _PROMPT_MULTIPLE)) * _PROMPT_MULTIPLE
@@ -315,7 +298,7 @@ def _prompt_buckets(max_tokens: int, count: int) -> list[int]:
 
 
 def _completion(request, token_ids, logprobs, version) -> Completion:
-    num_tokens = int(np.sum(token_ids != _NO_TOKEN))
+    num_tokens = int(np.sum(token_ids != NO_TOKEN))
     token_ids = token_ids[:num_tokens].copy()
     stopped = int(token_ids[-1]) in request.sampling.stop_ids
     return Completion(
@@ -324,82 +307,3 @@ def _completion(request, token_ids, logprobs, version) -> Completion:
         policy_version=version,
         finish_reason="stop" if stopped else "length",
     )
-
-
-@functools.partial(jax.jit, static_argnames=("config", "max_tokens"))
-def _sample(config: DecoderConfig, params: Any, rows: _Rows, max_tokens: int):
-    """Returns token ids and log-probabilities, [rows, max_tokens].
-
-    Prefills all but the last token of each prompt, then decodes from that one until
-    every row has stopped. Ids after a row's end are _NO_TOKEN. Tokens are drawn by the
-    Gumbel-max trick from a key of (the row's seed, the token's number).
-    """
-    num_rows, length = rows.prompts.shape
-    positions = jnp.arange(length) - (length - rows.lengths)[:, None]
-    segment_ids = (positions >= 0).astype(jnp.int32)
-    positions = jnp.maximum(positions, 0)
-    dtype = params["embed"]["embedding"].dtype
-    cache = init_cache(config, num_rows, length - 1 + max_tokens, dtype)
-    prefix = (rows.prompts[:, :-1], positions[:, :-1], segment_ids[:, :-1])
-    _, cache = forward(config, params, *prefix, cache)
-    keys = jax.random.wrap_key_data(rows.seeds, impl="threefry2x32")
-    is_greedy = rows.temperatures == 0
-    scale = 1 / jnp.where(is_greedy, 1, rows.temperatures)
-    ones = jnp.ones((num_rows, 1), jnp.int32)
-
-    def draw(number, hidden):
-        logits = unembed(config, params, hidden) * scale[:, None]
-        # Rounding may lift the log-probability of a certain token above 0.
-        logprobs = jnp.minimum(jax.nn.log_softmax(logits), 0.0)
-        token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))
-        noisy = logits + jnp.where(is_greedy[:, None], 0.0, noise(token_keys))
-        tokens = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
-        return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-
-    def is_unfinished(carry):
-        return (carry.number < max_tokens) & ~jnp.all(carry.is_done)
-
-    def decode(carry):
-        hidden, cache = forward(
-            config,
-            params,
-            carry.tokens[:, None],
-            (rows.lengths - 1 + carry.number)[:, None],
-            ones,
-            carry.cache,
-        )
-        tokens, logprobs = draw(carry.number, hidden[:, 0])
-        recorded = jnp.where(carry.is_done, _NO_TOKEN, tokens)
-        is_stop = jnp.any(tokens[:, None] == rows.stop_ids, axis=1)
-        number = carry.number + 1
-        return _Decoding(
-            number=number,
-            tokens=tokens,
-            is_done=carry.is_done | is_stop | (number >= rows.max_tokens),
-            cache=cache,
-            token_ids=carry.token_ids.at[:, carry.number].set(recorded),
-            logprobs=carry.logprobs.at[:, carry.number].set(logprobs),
-        )
-
-    carry = _Decoding(
-        number=jnp.int32(0),
-        tokens=rows.prompts[:, -1],
-        is_done=rows.max_tokens == 0,
-        cache=cache,
-        token_ids=jnp.full((num_rows, max_tokens), _NO_TOKEN, jnp.int32),
-        logprobs=jnp.zeros((num_rows, max_tokens), jnp.float32),
-    )
-    carry = jax.lax.while_loop(is_unfinished, decode, carry)
-    return carry.token_ids, carry.logprobs
-
-
-class _Decoding(NamedTuple):
-    """What the decode loop carries; arrays are [rows, ...]."""
-
-    number: jax.Array  # Of the next token, from 0.
-    tokens: jax.Array  # The last ones, not in the cache yet.
-    is_done: jax.Array
-    cache: Any
-    token_ids: jax.Array
-    logprobs: jax.Array
