@@ -1,0 +1,331 @@
+"""Rewards of a batch's rows -> returns, scores and group-relative advantages.
+
+Everything works on [groups, rows] arrays as `TransitionBatch` lays them out: rows of
+a trajectory are contiguous and in time order, padding comes last. Two rules of the
+package are built in here, so that every estimator has them:
+
+* Statistics count valid members only. Values are measured from the smallest member
+  before anything is averaged, so a set whose members are all equal (max == min), or
+  that has one member, is exactly 0 afterwards: no rounding is left to divide by a
+  tiny deviation.
+* Equal futures give equal floats: a return depends on the rewards that follow, not
+  on where in the batch they stand, and a total not on their order. Otherwise sets
+  that are constant on paper would not be constant in float32.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num, Shaped
+
+from crbc_jax.types import TransitionBatch
+
+EPSILON = 1e-6  # Added to every standard deviation, as in the published code.
+_WHITEN_EPSILON = 1e-8  # Added to the variance when whitening.
+
+
+def shift_rows(
+    values: Shaped[Array, "groups rows"], offset: int, fill=0
+) -> Shaped[Array, "groups rows"]:
+    """Returns values[:, t + offset] at row t, `fill` where that is out of range."""
+    num_rows = values.shape[1]
+    # A negative offset looks back in time.
+    padded = jnp.pad(
+        values, ((0, 0), (max(-offset, 0), max(offset, 0))), constant_values=fill
+    )
+    start = max(offset, 0)
+    return padded[:, start : start + num_rows]
+
+
+def at_rows(
+    values: Shaped[Array, "groups any"], index: Int[Array, "groups rows"]
+) -> Shaped[Array, "groups rows"]:
+    """Gathers values[g, index[g, t]]; indices out of range are the caller's fault."""
+    return jnp.take_along_axis(values, index, axis=1, mode="clip")
+
+
+def first_rows(batch: TransitionBatch) -> Bool[Array, "groups rows"]:
+    """Marks the first row of each trajectory: one True a trajectory."""
+    return batch.mask & (batch.step == 0)
+
+
+def discounted_sums(
+    values: Float[Array, "groups rows"],
+    batch: TransitionBatch,
+    discount: Float[Array, ""] | float,
+) -> Float[Array, "groups rows"]:
+    """Sums discount^l * values[t + l] over the rest of row t's trajectory.
+
+    By doubling: after k rounds a row holds the sum over the 2^k rows from itself on.
+    The order of additions depends on the distance from t alone, so that two visits
+    with equal rewards ahead of them get bit-equal returns, which a scan from one
+    end of the batch does not give.
+    """
+    sums = jnp.where(batch.mask, values, 0)
+    power = jnp.asarray(discount, sums.dtype)
+    for offset in _doublings(values.shape[1]):
+        ahead = jnp.where(_same_trajectory(batch, offset), shift_rows(sums, offset), 0)
+        sums = sums + power * ahead
+        power = power * power
+    return sums
+
+
+def trajectory_totals(
+    values: Float[Array, "groups rows"], batch: TransitionBatch
+) -> Float[Array, "groups rows"]:
+    """Sums the values of each trajectory; every row of it holds the total.
+
+    Adds with Knuth's error-free two-sum (TAOCP 2, 4.2.2, theorem B), so that the same
+    rewards in another order give the same total.
+    """
+    total = jnp.where(batch.mask, values, 0)
+    error = jnp.zeros_like(total)
+    for offset in _doublings(values.shape[1]):
+        same = _same_trajectory(batch, offset)
+        term = jnp.where(same, shift_rows(total, offset), 0)
+        term_error = jnp.where(same, shift_rows(error, offset), 0)
+        raw = total + term
+        virtual = raw - total
+        lost = (total - (raw - virtual)) + (term - virtual)
+        total, error = raw, error + term_error + lost
+    return at_rows(total + error, _first_row(batch))
+
+
+def steps_to_end(batch: TransitionBatch) -> Int[Array, "groups rows"]:
+    """Counts the rows of the trajectory that follow a row; 0 on its last row."""
+    num_rows = batch.mask.shape[1]
+    row = jnp.broadcast_to(jnp.arange(num_rows), batch.mask.shape)
+    last = jax.lax.cummin(
+        jnp.where(batch.is_last & batch.mask, row, num_rows), axis=1, reverse=True
+    )
+    return jnp.where(batch.mask, last - row, 0)
+
+
+def scores(
+    batch: TransitionBatch,
+    *,
+    stat_weighting: str,
+    invalid_action_penalty: Float[Array, ""] | float,
+) -> tuple[Float[Array, "groups rows"], Bool[Array, "groups rows"]]:
+    """Returns each row's score and the rows that count once in group statistics.
+
+    "trajectories": the return (undiscounted sum of the environment's rewards) minus
+    the penalty for each invalid step, the same on all rows; each trajectory counts
+    once. "steps": the return minus the penalty if that very row is invalid; each row
+    counts, as in verl-agent (long trajectories weigh more).
+    """
+    returns = trajectory_totals(batch.reward, batch)
+    invalid = (batch.mask & ~batch.is_action_valid).astype(returns.dtype)
+    if stat_weighting == "trajectories":
+        count = trajectory_totals(invalid, batch)
+        return returns - invalid_action_penalty * count, first_rows(batch)
+    if stat_weighting == "steps":
+        return returns - invalid_action_penalty * invalid, batch.mask
+    raise ValueError(
+        f"stat_weighting={stat_weighting!r}; known: ['steps', 'trajectories']"
+    )
+
+
+def normalize(
+    values: Float[Array, "groups rows"],
+    members: Bool[Array, "groups rows"],
+    *,
+    normalization: str,
+    ids: Int[Array, "groups rows"] | None = None,
+    num_ids: int | None = None,
+    ddof: int = 1,
+) -> Float[Array, "groups rows"]:
+    """Centres values on the mean of their set, and scales by its deviation.
+
+    Args:
+        values: one a row.
+        members: the rows that enter mean and deviation; the result is for all rows.
+        normalization: "mean_std" divides by (standard deviation + 1e-6), "mean" only
+            subtracts the mean.
+        ids: the set of each row, in [0, num_ids); None: the whole group is one set.
+        num_ids: static bound of the ids.
+        ddof: 1 divides the squares by n - 1 (sample), 0 by n (population).
+
+    Returns:
+        Exactly 0 for sets of one member or of equal members.
+    """
+    if normalization not in ("mean_std", "mean"):
+        raise ValueError(
+            f"normalization={normalization!r}; known: ['mean', 'mean_std']"
+        )
+    if ids is None:
+        smallest, count, mean = _group_statistics(values, members)
+    else:
+        smallest, count, mean = _set_statistics(values, members, ids, num_ids)
+    centred = (values - smallest) - mean
+    if normalization == "mean":
+        return centred
+    squares = jnp.where(members, centred * centred, 0)
+    if ids is None:
+        total = jnp.sum(squares, axis=1, keepdims=True)
+    else:
+        total = at_rows(set_sums(squares, ids, num_ids), ids)
+    return centred / (jnp.sqrt(total / jnp.maximum(count - ddof, 1)) + EPSILON)
+
+
+def group_advantages(
+    batch: TransitionBatch,
+    *,
+    stat_weighting: str = "trajectories",
+    normalization: str = "mean_std",
+    invalid_action_penalty: Float[Array, ""] | float = 0.1,
+) -> Float[Array, "groups rows"]:
+    """Trajectory-level advantage of every row: GRPO's, and the A^G, A^E of others.
+
+    Source: arXiv 2402.03300 (GRPO), eq. 3 of arXiv 2609.35082 (CRBC). For the options
+    see `scores` and `normalize`. Exactly 0 in a group of one trajectory (verl-agent
+    keeps the raw score there), in a group of equal scores, and on padding.
+    """
+    score, members = scores(
+        batch,
+        stat_weighting=stat_weighting,
+        invalid_action_penalty=invalid_action_penalty,
+    )
+    advantage = normalize(score, members, normalization=normalization)
+    return jnp.where(batch.mask & has_company(batch), advantage, 0)
+
+
+def has_company(batch: TransitionBatch) -> Bool[Array, "groups 1"]:
+    """Whether a group has at least two trajectories to compare."""
+    return jnp.sum(first_rows(batch), axis=1, keepdims=True) > 1
+
+
+def anchor_advantages(
+    values: Float[Array, "groups rows"],
+    batch: TransitionBatch,
+    *,
+    normalization: str = "mean_std",
+) -> Float[Array, "groups rows"]:
+    """Normalises values among all visits of the same anchor, revisits included."""
+    advantage = normalize(
+        values,
+        batch.mask,
+        normalization=normalization,
+        ids=batch.source,
+        num_ids=batch.num_anchors,
+    )
+    return jnp.where(batch.mask, advantage, 0)
+
+
+def penalize_invalid(
+    values: Float[Array, "groups rows"],
+    batch: TransitionBatch,
+    invalid_action_penalty: Float[Array, ""] | float,
+) -> Float[Array, "groups rows"]:
+    """Subtracts the penalty from the rows whose own reply had the wrong format."""
+    invalid = batch.mask & ~batch.is_action_valid
+    return values - invalid_action_penalty * invalid.astype(values.dtype)
+
+
+def whiten(
+    values: Float[Array, "*shape"], weights: Num[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """Shifts and scales to weighted mean 0 and unbiased variance 1, over everything.
+
+    A weight counts how often a value occurs (its tokens); 0 leaves it out, and its
+    result is 0. Equal values give exactly 0. Source: verl's `masked_whiten`.
+    """
+    weights = weights.astype(values.dtype)
+    kept = weights > 0
+    total = jnp.maximum(jnp.sum(weights), 1)
+    smallest = jnp.min(jnp.where(kept, values, jnp.inf))
+    shifted = jnp.where(kept, values - smallest, 0)
+    centred = shifted - jnp.sum(weights * shifted) / total
+    variance = jnp.sum(weights * centred * centred) / jnp.maximum(total - 1, 1)
+    return jnp.where(kept, centred * jax.lax.rsqrt(variance + _WHITEN_EPSILON), 0)
+
+
+@jax.jit
+def token_gae(
+    rewards: Float[Array, "rows tokens"],
+    values: Float[Array, "rows tokens"],
+    mask: Bool[Array, "rows tokens"],
+    discount: Float[Array, ""] | float = 1.0,
+    gae_lambda: Float[Array, ""] | float = 1.0,
+) -> tuple[Float[Array, "rows tokens"], Float[Array, "rows tokens"]]:
+    """Generalised advantage estimation inside each response (arXiv 1506.02438).
+
+    Each row is an episode of its own that ends with value 0: nothing is carried from
+    one environment step to the next. Rewards and values outside the mask are set to
+    0 first; verl's function leaves that to its critic, and garbage on padding leaks
+    into the advantages where the critic forgets.
+
+    Args:
+        rewards: reward of each token.
+        values: critic's value before each token.
+        mask: True on the tokens of the response, one contiguous run a row.
+        discount: per token.
+        gae_lambda: decay of the residuals.
+
+    Returns:
+        Advantages (not whitened) and the critic's targets, both 0 outside the mask.
+    """
+    rewards = jnp.where(mask, rewards, 0)
+    values = jnp.where(mask, values, 0)
+    residual = rewards + discount * shift_rows(values, 1) - values
+    decay = jnp.asarray(discount * gae_lambda, residual.dtype)
+    advantages = jnp.where(mask, residual, 0)
+    for offset in _doublings(rewards.shape[1]):
+        advantages = advantages + decay * shift_rows(advantages, offset)
+        decay = decay * decay
+    advantages = jnp.where(mask, advantages, 0)
+    return advantages, jnp.where(mask, advantages + values, 0)
+
+
+def set_sums(
+    values: Num[Array, "groups rows"], ids: Int[Array, "groups rows"], num_ids: int
+) -> Num[Array, "groups ids"]:
+    """Sums the values of each id within its group."""
+    zeros = jnp.zeros(num_ids, values.dtype)
+    return jax.vmap(lambda v, i: zeros.at[i].add(v, mode="drop"))(values, ids)
+
+
+def set_minima(
+    values: Num[Array, "groups rows"],
+    ids: Int[Array, "groups rows"],
+    num_ids: int,
+    initial,
+) -> Num[Array, "groups ids"]:
+    """Smallest value of each id within its group, `initial` for an id without rows."""
+    table = jnp.full(num_ids, initial, values.dtype)
+    return jax.vmap(lambda v, i: table.at[i].min(v, mode="drop"))(values, ids)
+
+
+def _group_statistics(values, members):
+    count = jnp.sum(members, axis=1, keepdims=True)
+    smallest = jnp.min(jnp.where(members, values, jnp.inf), axis=1, keepdims=True)
+    smallest = jnp.where(count > 0, smallest, 0)  # A group of padding.
+    shifted = jnp.where(members, values - smallest, 0)
+    mean = jnp.sum(shifted, axis=1, keepdims=True) / jnp.maximum(count, 1)
+    return smallest, count, mean
+
+
+def _set_statistics(values, members, ids, num_ids):
+    count = set_sums(members.astype(jnp.int32), ids, num_ids)
+    smallest = set_minima(
+        jnp.where(members, values, jnp.inf), ids, num_ids, initial=jnp.inf
+    )
+    smallest = at_rows(jnp.where(count > 0, smallest, 0), ids)
+    shifted = jnp.where(members, values - smallest, 0)
+    mean = set_sums(shifted, ids, num_ids) / jnp.maximum(count, 1)
+    return smallest, at_rows(count, ids), at_rows(mean, ids)
+
+
+def _first_row(batch):
+    return jnp.arange(batch.mask.shape[1]) - jnp.where(batch.mask, batch.step, 0)
+
+
+def _same_trajectory(batch, offset):
+    return (
+        batch.mask
+        & shift_rows(batch.mask, offset, fill=False)
+        & (shift_rows(batch.trajectory, offset, fill=-1) == batch.trajectory)
+    )
+
+
+def _doublings(length):
+    return [1 << k for k in range((length - 1).bit_length())]
