@@ -9,7 +9,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["crbc_jax", "crbc_jax.*"]),
-    package_data={"crbc_jax": ["models/presets/*/*.json"]},
+    package_data={"crbc_jax": ["models/presets/*/*.json", "envs/sokoban/tiles*"]},
     install_requires=[
         "absl-py",
         "flax>=0.12",

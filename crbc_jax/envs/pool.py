@@ -44,7 +44,7 @@ class PooledEnvironment:
 class EnvPool:
     """Environments for episodes that run side by side.
 
-        async with EnvPool("sokoban", options, num_workers=2, step_timeout=30) as pool:
+        async with EnvPool("sokoban", {}, num_workers=2, step_timeout=30.0) as pool:
             async with pool.environment() as env:
                 observation, info = await env.reset(task_id)
 

@@ -45,7 +45,7 @@ async def play(pool: EnvPool, task_id: str) -> list:
 
 def play_all(num_workers: int, task_ids) -> list:
     async def run():
-        async with EnvPool("sokoban", OPTIONS, num_workers, step_timeout=30) as pool:
+        async with EnvPool("sokoban", OPTIONS, num_workers, step_timeout=30.0) as pool:
             return await asyncio.gather(*(play(pool, task_id) for task_id in task_ids))
 
     return asyncio.run(run())
@@ -62,7 +62,7 @@ def test_results_do_not_depend_on_the_number_of_workers():
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_exception_fails_one_episode_only(faulty, num_workers):
     async def run():
-        async with EnvPool(faulty, {}, num_workers, step_timeout=30) as pool:
+        async with EnvPool(faulty, {}, num_workers, step_timeout=30.0) as pool:
             async with pool.environment() as broken, pool.environment() as sound:
                 await broken.reset("")
                 await sound.reset("")
@@ -113,7 +113,9 @@ def test_a_cancelled_call_does_not_shift_replies():
     task_ids = envs.tasks("sokoban", "train", count=2, **OPTIONS).ids
 
     async def run():
-        async with EnvPool("sokoban", OPTIONS, num_workers=1, step_timeout=30) as pool:
+        async with EnvPool(
+            "sokoban", OPTIONS, num_workers=1, step_timeout=30.0
+        ) as pool:
             async with pool.environment() as env:
                 call = asyncio.ensure_future(env.reset(task_ids[0]))
                 await asyncio.sleep(0)
@@ -129,7 +131,7 @@ def test_a_cancelled_call_does_not_shift_replies():
 
 def test_close_ends_a_hanging_worker_and_later_calls_fail(faulty):
     async def run():
-        async with EnvPool(faulty, {}, num_workers=2, step_timeout=60) as pool:
+        async with EnvPool(faulty, {}, num_workers=2, step_timeout=60.0) as pool:
             async with pool.environment() as env:
                 await env.reset("")
                 hanging = asyncio.ensure_future(env.step("hang"))
@@ -149,7 +151,7 @@ def test_a_worker_that_cannot_start_says_why(faulty, monkeypatch, tmp_path):
     module = tmp_path / "late_environment.py"
     module.write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    pool = EnvPool("late", {}, num_workers=1, step_timeout=1)
+    pool = EnvPool("late", {}, num_workers=1, step_timeout=1.0)
     module.write_text("import a_package_that_is_missing")
 
     async def run():
@@ -201,7 +203,7 @@ def test_many_episodes_leave_memory_and_processes_flat():
                 await env.step("up")
 
     async def run():
-        async with EnvPool("sokoban", OPTIONS, num_workers=0, step_timeout=1) as pool:
+        async with EnvPool("sokoban", OPTIONS, num_workers=0, step_timeout=1.0) as pool:
             await cycle(pool, 200)
             before = resident_mib()
             await cycle(pool, 10_000)

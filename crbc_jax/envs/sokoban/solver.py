@@ -4,6 +4,9 @@ A set of cells is an integer, bit `row * width + column` a cell. A layer of the 
 maps each arrangement of boxes (a set) to the player's possible cells (a set), so that
 walking is a few shifts whatever the number of states. One move of the player, pushing
 or not, is one step.
+
+A direction is a pair `(left, right)`: `cells << left >> right` moves a set that way,
+and `cells << right >> left` moves it back.
 """
 
 from typing import NamedTuple
@@ -19,33 +22,22 @@ class Board(NamedTuple):
     targets: int
 
     @property
-    def offsets(self) -> tuple[int, int, int, int]:
-        """Of the cell up, down, left and right of a cell."""
-        return -self.width, self.width, -1, 1
+    def directions(self) -> tuple[tuple[int, int], ...]:
+        """Up, down, left and right, as shifts."""
+        return (0, self.width), (self.width, 0), (0, 1), (1, 0)
 
 
 class SearchTooLarge(ValueError):
     """The search would hold more states than it was allowed to."""
 
 
-def shift(cells: int, offset: int) -> int:
-    """Moves every cell of a set by `offset`."""
-    return cells << offset if offset >= 0 else cells >> -offset
-
-
-def spread(board: Board, cells: int) -> int:
-    """Returns the neighbours of a set, walls and boxes among them."""
-    around = 0
-    for offset in board.offsets:
-        around |= shift(cells, offset)
-    return around
-
-
 def connected(board: Board, start: int) -> int:
     """Returns the floor that can be walked to from `start` if there are no boxes."""
-    reached, before = start, 0
+    reached, before, width = start, 0, board.width
     while reached != before:
-        before, reached = reached, (reached | spread(board, reached)) & board.floor
+        before = reached
+        reached |= reached << 1 | reached >> 1 | reached << width | reached >> width
+        reached &= board.floor
     return reached
 
 
@@ -102,10 +94,10 @@ def _live_cells(board: Board) -> int:
     live, before = board.targets, 0
     while live != before:
         before = live
-        for offset in board.offsets:
+        for left, right in board.directions:
             # A box came from behind, where the player stood one further.
-            came_from = shift(live, -offset) & board.floor
-            live |= came_from & shift(board.floor, offset)
+            came_from = live << right >> left & board.floor
+            live |= came_from & (board.floor << left >> right)
     return live
 
 
@@ -114,23 +106,28 @@ def _next_layer(
 ) -> Layer:
     """Returns the states one move from `layer` that `seen` lacks, and adds them."""
     following: Layer = {}
+    width, floor, directions = board.width, board.floor, board.directions
     for boxes, players in layer.items():
-        free = board.floor & ~boxes
-        walked = spread(board, players) & free & ~seen.get(boxes, 0)
+        free = floor & ~boxes
+        walked = players << 1 | players >> 1 | players << width | players >> width
+        walked &= free & ~seen.get(boxes, 0)
         if walked:
             following[boxes] = following.get(boxes, 0) | walked
-        for offset in board.offsets:
+        for left, right in directions:
             # A pull needs room behind the player, a push two cells ahead of it.
-            room = shift(free, offset) if pull else shift(free & live, -2 * offset)
-            movers = players & shift(boxes, -offset) & room
+            if pull:
+                room = free << left >> right
+            else:
+                room = (free & live) << 2 * right >> 2 * left
+            movers = players & (boxes << right >> left) & room
             while movers:
                 player = movers & -movers
                 movers ^= player
-                ahead = shift(player, offset)
+                ahead = player << left >> right
                 if pull:
-                    moved, at = boxes ^ ahead ^ player, shift(player, -offset)
+                    moved, at = boxes ^ ahead ^ player, player << right >> left
                 else:
-                    moved, at = boxes ^ ahead ^ shift(ahead, offset), ahead
+                    moved, at = boxes ^ ahead ^ (ahead << left >> right), ahead
                 if at & ~seen.get(moved, 0):
                     following[moved] = following.get(moved, 0) | at
     for boxes, players in following.items():
@@ -153,8 +150,8 @@ def _step_back(
     board: Board, layer: Layer, player: int, boxes: int
 ) -> tuple[int, int, int]:
     """Returns the first action that leads here from `layer`, and where from."""
-    for action, offset in enumerate(board.offsets, start=1):
-        before, ahead = shift(player, -offset), shift(player, offset)
+    for action, (left, right) in enumerate(board.directions, start=1):
+        before, ahead = player << right >> left, player << left >> right
         if before & layer.get(boxes, 0):
             return action, before, boxes
         unpushed = boxes ^ ahead ^ player
