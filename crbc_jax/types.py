@@ -16,7 +16,7 @@ INVALID_ACTION = "<invalid>"
 
 
 class UserError(ValueError):
-    """An error that the user can mend: field, value, remedy; shown without traceback."""
+    """An error that the user can mend; it is shown without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import datetime
 import pathlib
 import signal
 import sys
-import time
 
 from absl import app, flags
 from ml_collections import config_flags
@@ -33,7 +32,6 @@ def default_workdir(config_path: str) -> pathlib.Path:
 
 
 def main(_) -> None:
-    started = time.monotonic()
     config_path = flags.FLAGS["config"].config_filename
     workdir = pathlib.Path(_WORKDIR.value or default_workdir(config_path))
     print(make_plan(_CONFIG.value, workdir), flush=True)
@@ -42,7 +40,7 @@ def main(_) -> None:
     from crbc_jax.train import Interrupted, train
 
     try:
-        train(_CONFIG.value, workdir, command=" ".join(sys.argv), started=started)
+        train(_CONFIG.value, workdir, command=" ".join(["python", *sys.argv]))
     except Interrupted as stop:
         print(f"\n{stop}", file=sys.stderr)
         sys.exit(128 + stop.signal_number)

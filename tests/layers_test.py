@@ -18,6 +18,7 @@ ARROWS = {
     "rollout": {"envs", "models", "types"},
     "advantages": {"kernels", "types"},
     "learner": {"models", "types"},
+    "background": set(),
     "checkpoint": {"types"},
     "metrics": {"types"},
     "trajectories": {"types"},

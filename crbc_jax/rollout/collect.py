@@ -16,7 +16,7 @@ from crbc_jax.envs.base import EnvironmentFailed
 from crbc_jax.envs.pool import EnvPool
 from crbc_jax.models.tokenizer import Tokenizer
 from crbc_jax.rollout.actions import parse_action
-from crbc_jax.rollout.engine import Engine, EngineFailed, Request, SamplingParams
+from crbc_jax.rollout.engine import Engine, Request, SamplingParams
 from crbc_jax.rollout.prompts import Record, Template, build_prompt
 from crbc_jax.types import INVALID_ACTION, Group, Outcome, Step, Trajectory, UserError
 
@@ -126,7 +126,7 @@ async def run_episode(
                 outcome = "success"
             else:
                 outcome = "failure" if terminated else "truncated"
-        except (EnvironmentFailed, EngineFailed) as failure:
+        except (EnvironmentFailed, ConnectionError, TimeoutError) as failure:
             error = f"{type(failure).__name__}: {failure}"
     return Trajectory(
         task_id=task_id,

@@ -8,10 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 
 
-class EngineFailed(RuntimeError):
-    """No reply came, for no fault of the policy; the episode is aborted."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one reply is sampled."""
@@ -44,7 +40,12 @@ class Engine(Protocol):
     """What rollouts need of a sampler, be it embedded or a server."""
 
     async def generate(self, request: Request) -> Completion:
-        """Samples one reply."""
+        """Samples one reply.
+
+        Raises:
+            ConnectionError, TimeoutError: if no reply came, for no fault of the
+                policy; the episode is then aborted.
+        """
 
     async def publish(self, params: Any, version: int) -> None:
         """Makes `params` the weights of all later requests; tags them `version`."""

@@ -21,6 +21,7 @@ class Template(NamedTuple):
 
     prompt: Callable[[Sequence[Record], str], str]  # Records, observation -> prompt.
     reply: Callable[[str], str]  # An action -> the reply that a demonstration shows.
+    end: str  # One token of the vocabulary, after which a reply is complete.
 
 
 class Prompt(NamedTuple):
@@ -32,7 +33,7 @@ class Prompt(NamedTuple):
 
 def _sokoban_compact_prompt(records: Sequence[Record], observation: str) -> str:
     past = "".join(f"{_inside(r.observation)}{r.action}<record>" for r in records)
-    return f"<bos>{past}{_inside(observation)}"
+    return f"{past}{_inside(observation)}"
 
 
 def _inside(board: str) -> str:
@@ -45,7 +46,9 @@ def _action_reply(action: str) -> str:
 
 
 # Words for the closed vocabulary of the preset of the same name.
-PROMPTS = {"sokoban_compact": Template(_sokoban_compact_prompt, _action_reply)}
+PROMPTS = {
+    "sokoban_compact": Template(_sokoban_compact_prompt, _action_reply, "</action>")
+}
 
 
 def build_prompt(

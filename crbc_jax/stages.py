@@ -1,0 +1,275 @@
+"""The stages of training, each bound to its part of the config.
+
+`train.py` runs them in turn. `version` counts the updates behind a set of parameters:
+version 0 is the policy that reinforcement learning starts from.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from crbc_jax import envs
+from crbc_jax.advantages import make_estimator
+from crbc_jax.background import Background
+from crbc_jax.envs.pool import EnvPool
+from crbc_jax.evaluate import EvalResult, evaluate
+from crbc_jax.graph.batch import build_batch, columns_of
+from crbc_jax.learner.warm_start import Demonstration
+from crbc_jax.metrics import Progress
+from crbc_jax.models.config import DecoderConfig
+from crbc_jax.models.tokenizer import Tokenizer
+from crbc_jax.plan import env_options
+from crbc_jax.rollout import make_engine
+from crbc_jax.rollout.collect import EVAL, EpisodeKey, Player, collect, run_episode
+from crbc_jax.rollout.prompts import PROMPTS, Record, Template, build_prompt
+from crbc_jax.types import Group, UserError
+
+
+class Clock:
+    """Seconds by stage, since they were last read."""
+
+    def __init__(self):
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Adds the time that the block takes to `stage`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - started
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + elapsed
+
+    def read(self) -> dict[str, float]:
+        """Returns `seconds/STAGE` fields, and starts from zero."""
+        seconds, self._seconds = self._seconds, {}
+        return {f"seconds/{stage}": value for stage, value in seconds.items()}
+
+
+class Rollouts:
+    """Engine and environments: collects groups for training, and evaluates.
+
+    A context manager; leaving it stops worker processes and frees the engine.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        decoder_config: DecoderConfig,
+        tokenizer: Tokenizer,
+        background: Background,
+    ):
+        env, options = config.env, env_options(config.env)
+        self._config = config
+        self._background = background
+        self._env_options = options
+        train = envs.tasks(env.name, "train", count=env.num_train_tasks, **options)
+        held_out = envs.tasks(env.name, "eval", count=env.num_eval_tasks, **options)
+        self.train_ids, self.panel = train.ids, held_out
+        self.digests = {"train": train.digest, "eval": held_out.digest}
+        self._difficulty = {
+            task_id: envs.difficulty(env.name, task_id, **options)
+            for task_id in held_out.ids
+        }
+        template = PROMPTS[config.rollout.prompt]
+        self._player = Player(
+            engine=make_engine(config.rollout, decoder_config),
+            pool=EnvPool(env.name, options, env.num_workers, env.step_timeout),
+            tokenizer=tokenizer,
+            template=template,
+            history_length=config.rollout.history_length,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+            stop_ids=_stop_ids(tokenizer, template),
+            seed=config.seed,
+        )
+        self._ahead: tuple[int, list[Group]] | None = None  # Collected ahead.
+        self._running = None  # The collection of the next update, at lag 1.
+
+    def __enter__(self) -> "Rollouts":
+        self._background.run(self._player.pool.__aenter__())
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._running is not None:  # After an error.
+            self._running[1].cancel()
+        self._background.run(self._player.engine.close())
+        self._background.run(self._player.pool.__aexit__())
+
+    def publish(self, params: Any, version: int) -> None:
+        """Lets all later requests be answered by `params`."""
+        self._background.run(self._player.engine.publish(params, version))
+
+    def take(self, update: int) -> list[Group]:
+        """Returns the groups of an update, in order; collects them if nobody has.
+
+        Raises:
+            Interrupted: if a signal came meanwhile; nothing is lost.
+        """
+        if self._ahead is not None:
+            number, groups = self._ahead
+            self._ahead = None
+            if number != update:
+                raise ValueError(f"rollouts wait for update {number}, not {update}")
+            return groups
+        return self._background.finish(self._background.start(self._collect(update)))
+
+    def start_ahead(self, update: int) -> None:
+        """At lag 1 begins to collect for `update`, by the policy of the one before."""
+        if self._config.rollout.max_policy_lag:
+            if update < self._config.learner.num_updates:
+                self._running = update, self._background.start(self._collect(update))
+
+    def finish_ahead(self) -> None:
+        """Waits for what `start_ahead` began, if it did."""
+        if self._running is not None:
+            update, future = self._running
+            self._ahead, self._running = (update, future.result()), None
+
+    @property
+    def ahead(self) -> list[Group]:
+        """Groups collected ahead of their update; they belong into a checkpoint."""
+        return [] if self._ahead is None else self._ahead[1]
+
+    def put_ahead(self, update: int, groups: list[Group]) -> None:
+        """Hands back what a checkpoint held of `update`, if anything."""
+        self._ahead = (update, groups) if groups else None
+
+    def engine_stats(self) -> dict[str, float]:
+        """Counters of the engine since the last call, as fields of a metrics row."""
+        return {
+            # Seconds depend on the machine, and are named so that nobody compares them.
+            ("seconds/engine" if name == "seconds" else f"engine/{name}"): value
+            for name, value in self._player.engine.stats().items()
+        }
+
+    def evaluate(self, version: int, progress: Progress) -> EvalResult:
+        """Plays every task of the panel once.
+
+        The seeds are the same at every version, so that evaluations differ by the
+        policy alone as far as possible.
+        """
+        index = {task_id: i for i, task_id in enumerate(self.panel.ids)}
+
+        async def play(task_id: str):
+            return await run_episode(
+                self._player,
+                task_id,
+                EpisodeKey(EVAL, 0, index[task_id], 0),
+                temperature=self._config.evaluate.temperature,
+                versions=range(version, version + 1),
+            )
+
+        bar = f"evaluation after update {version}"
+        progress.start(bar, len(self.panel.ids))
+        result = self._background.run(
+            evaluate(
+                play,
+                self.panel.ids,
+                # All at once: which episodes share a batch is then no accident.
+                max_concurrent=len(self.panel.ids),
+                difficulty=self._difficulty,
+                on_done=lambda done: progress.show(bar, done),
+            )
+        )
+        progress.finish(bar, keep=False)
+        return result
+
+    def demonstrate(self) -> list[Demonstration]:
+        """Lets the expert play training tasks, each step as prompt and reply."""
+        env, player, steps = self._config.env, self._player, []
+        for task_id in self.train_ids[: self._config.warm_start.num_tasks]:
+            records: list[Record] = []
+            for step in envs.expert(env.name, task_id, **self._env_options):
+                prompt = build_prompt(
+                    player.template,
+                    player.tokenizer,
+                    records,
+                    step.observation,
+                    history_length=player.history_length,
+                    max_tokens=player.max_prompt_tokens,
+                )
+                actions = step.info["admissible_actions"] or [step.action]
+                steps.append(
+                    Demonstration(
+                        prompt_ids=prompt.ids,
+                        response_ids=self._reply(step.action),
+                        alternatives=[self._reply(action) for action in actions],
+                    )
+                )
+                records.append(Record(step.observation, step.action))
+        return steps
+
+    def _reply(self, action: str) -> np.ndarray:
+        player = self._player
+        ids = player.tokenizer.encode(player.template.reply(action))
+        if len(ids) > player.max_response_tokens:
+            raise UserError(
+                f"config.rollout.max_response_tokens={player.max_response_tokens}: the "
+                f"expert's reply {player.template.reply(action)!r} has {len(ids)}"
+            )
+        return ids
+
+    async def _collect(self, update: int) -> list[Group]:
+        settings = self._config.rollout
+        first = max(update - settings.max_policy_lag, 0)
+        groups = collect(
+            self._player,
+            task_schedule(
+                self.train_ids, self._config.seed, update, settings.tasks_per_update
+            ),
+            group_size=settings.group_size,
+            update=update,
+            temperature=settings.temperature,
+            versions=range(first, update + 1),
+        )
+        complete = [group async for group in groups]
+        return sorted(complete, key=lambda group: group[0].group)
+
+
+class Credit:
+    """Groups -> one advantage a step, and what else was computed of each step."""
+
+    def __init__(self, config: ConfigDict):
+        """Takes `config.advantage`."""
+        self._estimate = make_estimator(config)
+
+    def __call__(
+        self, groups: Sequence[Group]
+    ) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, float]]:
+        """Returns advantages and columns, [steps] each, and fields of a metrics row.
+
+        Steps are those of the trajectories that were not aborted, in order.
+        """
+        batch, order = build_batch(columns_of(groups))
+        advantages = order.unpad(self._estimate(batch))
+        return advantages, {"advantage": advantages}, {}
+
+
+def task_schedule(
+    task_ids: Sequence[str], seed: int, update: int, count: int
+) -> list[str]:
+    """Returns the tasks of an update: each epoch goes once through all, shuffled.
+
+    A function of its arguments alone, so that a resumed run goes on where it was.
+    """
+    numbers = range(update * count, (update + 1) * count)
+    orders = {
+        epoch: np.random.default_rng([seed, epoch]).permutation(len(task_ids))
+        for epoch in {number // len(task_ids) for number in numbers}
+    }
+    return [
+        task_ids[orders[number // len(task_ids)][number % len(task_ids)]]
+        for number in numbers
+    ]
+
+
+def _stop_ids(tokenizer: Tokenizer, template: Template) -> tuple[int, ...]:
+    """What ends a reply: the template's last token, or the model's end token."""
+    end = tokenizer.id_of(template.end)
+    return (end,) if tokenizer.eos_id is None else (end, tokenizer.eos_id)

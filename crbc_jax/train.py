@@ -1,0 +1,144 @@
+"""The training loop: environment -> rollouts -> credit -> update -> checkpoint, logs.
+
+The only module, with stages.py, that sees all the others.
+"""
+
+import contextlib
+import pathlib
+
+from ml_collections import ConfigDict
+
+from crbc_jax.background import Background, Interrupted, StopSignal
+from crbc_jax.learner.learner import make_learner
+from crbc_jax.learner.sharding import make_mesh
+from crbc_jax.metrics import CompileCounter, MetricsWriter, Progress
+from crbc_jax.models.decoder import init_params
+from crbc_jax.models.pretrained import load_model
+from crbc_jax.report import write_report
+from crbc_jax.rollout.collect import check_any_played, check_replies, rollout_stats
+from crbc_jax.stages import Clock, Credit, Rollouts
+from crbc_jax.types import TrainState, UserError
+from crbc_jax.workdir import Workdir
+
+
+def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
+    """Trains to `config.learner.num_updates`, continuing what the workdir holds.
+
+    Args:
+        config: every setting; see config.py.
+        path: the workdir, of this run alone.
+        command: how the run was started, for the report.
+
+    Raises:
+        UserError: naming what to mend; the last good checkpoint stays.
+        Interrupted: on SIGINT or SIGTERM, after a checkpoint of what was reached.
+    """
+    num_updates = config.learner.num_updates
+    decoder_config, tokenizer = load_model(config.model.directory)
+    mesh = make_mesh(**config.mesh)
+    learner = make_learner(config, decoder_config, mesh)
+    clock, estimate = Clock(), Credit(config.advantage)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopSignal())
+        compiles = stack.enter_context(CompileCounter())
+        background = stack.enter_context(Background(stop))
+        rollouts = stack.enter_context(
+            Rollouts(config, decoder_config, tokenizer, background)
+        )
+        workdir = Workdir(path, config, rollouts.digests)
+        progress = stack.enter_context(Progress())
+
+        def evaluate(update):
+            with clock("evaluate"):
+                result = rollouts.evaluate(update, progress)
+                workdir.write_evaluation(update, result)
+            return result.scalars()
+
+        def save(update, scalars):
+            success = scalars.get("eval/success_rate")
+            workdir.save(update, state, success=success, ahead=rollouts.ahead)
+
+        saved = workdir.restore(learner.abstract_state)
+        first, state, ahead = saved or (0, None, [])
+        metrics = MetricsWriter(path, continue_from=first if saved else None)
+        stack.callback(metrics.close)
+        if saved:
+            progress.say(f"continuing after update {first} of {num_updates}")
+            rollouts.put_ahead(first, ahead)
+            rollouts.publish(state.params, first)
+        else:
+            with clock("warm_start"):
+                state = start(config, decoder_config, learner, rollouts, progress)
+            rollouts.publish(state.params, 0)
+            scalars = evaluate(0)
+            metrics.write(0, scalars | {"compilations": compiles.count} | clock.read())
+            save(0, scalars)
+
+        progress.start("updates", num_updates, first)
+        for update in range(first, num_updates):
+            try:
+                with clock("rollout"):
+                    groups = rollouts.take(update)
+            except Interrupted:
+                save(update, {})
+                raise
+            check_any_played(groups)
+            if update == 0:
+                check_replies(groups, tokenizer, config.rollout.max_invalid_share)
+            rollouts.start_ahead(update + 1)
+            with clock("credit"):
+                advantages, columns, scalars = estimate(groups)
+                batch_path = workdir.write_rollouts(update + 1, groups, columns)
+            with clock("update"):
+                minibatches, packed = learner.pack(groups, advantages)
+                state, losses = learner.update(state, minibatches)
+            if losses["nonfinite"]:
+                save(update, {})  # The state is as it was: a bad step is not applied.
+                raise UserError(
+                    f"update {update + 1}: loss {losses['loss']} or its gradient, of "
+                    f"norm {losses['grad_norm']}, is not finite; its rollouts are in "
+                    f"{batch_path}, the last good state is checkpoint {update}. Lower "
+                    "config.learner.learning_rate, or look for a broken reward"
+                )
+            with clock("rollout"):
+                rollouts.finish_ahead()
+            with clock("publish"):
+                rollouts.publish(state.params, update + 1)
+            scalars |= rollout_stats(groups) | rollouts.engine_stats() | packed
+            scalars |= {f"learner/{name}": value for name, value in losses.items()}
+            is_last = update + 1 == num_updates
+            if is_last or (update + 1) % config.evaluate.every == 0:
+                scalars |= evaluate(update + 1)
+            scalars["compilations"] = compiles.count
+            metrics.write(update + 1, scalars | clock.read())
+            progress.show("updates", update + 1, _note(scalars))
+            if is_last or stop.number or (update + 1) % config.checkpoint.every == 0:
+                save(update + 1, scalars)
+            if stop.number and not is_last:
+                raise Interrupted(stop.number)
+        progress.finish("updates")
+        report = write_report(path, command=command)
+        progress.say(f"{workdir.summary()}\nreport: {report}")
+
+
+def start(config, decoder_config, learner, rollouts, progress) -> TrainState:
+    """Draws fresh parameters, and warms them up on demonstrations if asked to."""
+    settings = config.warm_start
+    params = init_params(decoder_config, config.seed)
+    if num_steps := settings.steps + settings.noise_steps:
+        progress.start("warm start", num_steps)
+        params = learner.warm_start(
+            params,
+            rollouts.demonstrate(),
+            lambda done, loss: progress.show("warm start", done, f"loss {loss:.3f}"),
+        )
+        progress.finish("warm start")
+    return learner.init_state(params)
+
+
+def _note(scalars) -> str:
+    """What the progress bar shows of an update."""
+    note = f"success {scalars['rollout/success_rate']:.2f}"
+    if "eval/success_rate" in scalars:
+        note += f", held out {scalars['eval/success_rate']:.2f}"
+    return note

@@ -1,0 +1,137 @@
+"""The folder of one run: whose it is, its checkpoints, evaluations and rollouts."""
+
+import json
+import pathlib
+import tempfile
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from crbc_jax.checkpoint import Checkpointer, check_same_run
+from crbc_jax.evaluate import EvalResult
+from crbc_jax.trajectories import read_groups, write_groups
+from crbc_jax.types import Group, TrainState, UserError
+
+_AHEAD = "ahead.jsonl.gz"  # Rollouts collected ahead of their update.
+
+
+class Workdir:
+    """What a run keeps on disk, besides its metrics.
+
+    Args:
+        path: made if missing; must be empty or hold this very run.
+        config: of the run; stored in config.json.
+        digests: of the task lists, by split.
+
+    Raises:
+        UserError: if the folder holds something else, with what differs.
+    """
+
+    def __init__(
+        self, path: pathlib.Path, config: ConfigDict, digests: Mapping[str, str]
+    ):
+        self._path = path
+        self._settings = config.checkpoint
+        self._panel = digests["eval"]
+        self._temperature = config.evaluate.temperature
+        self._identity = {
+            "config": json.loads(config.to_json()),
+            "tasks": dict(digests),
+        }
+        self._check_owner()
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "run.json").write_text(json.dumps(self._identity, indent=1))
+        (path / "config.json").write_text(config.to_json(indent=1))
+        self._checkpoints = Checkpointer(path, keep_last=config.checkpoint.keep_last)
+
+    def restore(self, target: TrainState) -> tuple[int, TrainState, list[Group]] | None:
+        """Reads the newest good checkpoint: update, state, rollouts collected ahead.
+
+        None if there is none.
+        """
+        step = self._checkpoints.latest()
+        if step is None:
+            return None
+        check_same_run(self._checkpoints.meta(step)["identity"], self._identity)
+        state, _ = self._checkpoints.restore(step, target)
+        ahead = self._checkpoints.file(step, _AHEAD)
+        return step, state, read_groups(ahead) if ahead else []
+
+    def save(
+        self,
+        update: int,
+        state: TrainState,
+        *,
+        success: float | None = None,
+        ahead: Sequence[Group] = (),
+    ) -> None:
+        """Writes a checkpoint of everything that the run needs to go on exactly.
+
+        Args:
+            update: updates done.
+            state: after them.
+            success: held-out success rate, if these parameters were evaluated.
+            ahead: groups that were collected ahead of their update.
+        """
+        meta = {"identity": self._identity}
+        with tempfile.TemporaryDirectory() as folder:
+            files = []
+            if ahead:
+                files.append(pathlib.Path(folder) / _AHEAD)
+                write_groups(files[0], ahead)
+            self._checkpoints.save(update, state, meta, success=success, files=files)
+
+    def write_rollouts(
+        self, update: int, groups: Sequence[Group], credit: Mapping[str, np.ndarray]
+    ) -> pathlib.Path:
+        """Writes the groups that an update trains on, with what was computed of them.
+
+        Args:
+            update: updates done once these are trained on.
+            groups, credit: as of `trajectories.write_groups`.
+        """
+        path = self._path / "rollouts" / f"{update:06d}.jsonl.gz"
+        write_groups(path, groups, credit)
+        return path
+
+    def write_evaluation(self, update: int, result: EvalResult) -> None:
+        """Writes evals/UPDATE.json, which the report and `summary` read."""
+        path = self._path / "evals" / f"{update:06d}.json"
+        record = result.to_json() | {
+            "update": update,
+            "temperature": self._temperature,
+            "panel": self._panel,
+        }
+        path.parent.mkdir(exist_ok=True)
+        hidden = path.with_name(f".{path.name}")
+        hidden.write_text(json.dumps(record, indent=1))
+        hidden.replace(path)
+
+    def summary(self) -> str:
+        """Held-out success before and after, with intervals."""
+        paths = sorted((self._path / "evals").glob("[0-9]*.json"))
+        evaluations = [json.loads(path.read_text()) for path in paths]
+        lines = []
+        for word, evaluation in zip(
+            ("before", "after"), (evaluations[0], evaluations[-1]), strict=True
+        ):
+            share = evaluation["overall"]
+            lines.append(
+                f"held-out success {word:>6}: {share['rate']:.3f} "
+                f"[{share['low']:.3f}, {share['high']:.3f}] at update "
+                f"{evaluation['update']}, {share['trials']}/{evaluation['num_tasks']} "
+                "tasks"
+            )
+        return "\n".join(lines)
+
+    def _check_owner(self) -> None:
+        """Writes nothing into a folder that is not this run's."""
+        record = self._path / "run.json"
+        if record.exists():
+            check_same_run(json.loads(record.read_text()), self._identity)
+        elif self._path.exists() and any(self._path.iterdir()):
+            raise UserError(
+                f"--workdir={str(self._path)!r} is not empty and holds no run; "
+                "choose another folder, or a new one"
+            )
