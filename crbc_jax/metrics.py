@@ -9,6 +9,7 @@ written before the checkpoint of its step, or a kill between the two would lose 
 Only process 0 writes; elsewhere the same calls do nothing.
 """
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -114,8 +115,10 @@ class MetricsWriter:
     def close(self) -> None:
         """Closes the files. Calling it twice is harmless."""
         if self._is_writer:
-            self._lines.close()
-            self._events.close()
+            for file in (self._lines, self._events):
+                # All rows were flushed; only one that failed, and said so, can be left.
+                with contextlib.suppress(OSError):
+                    file.close()
 
     def _drop_later_files(self) -> None:
         for folder in ("rollouts", "evals"):

@@ -4,7 +4,7 @@ What it reads of the workdir:
 
     metrics.jsonl            rows, see metrics.py; each `seconds/NAME` but
                              `seconds/clock` is the time of one stage, none within
-                             another
+                             another; a part of it is `seconds/NAME/PART`
     config.json              the config
     evals/000030.json        EvalResult.to_json() and `update`, `temperature`, `panel`
                              (the digest); the first and the last are compared
@@ -162,13 +162,13 @@ def _difficulty(evaluations: Sequence[Mapping]) -> str:
 
 
 def _stage_seconds(rows: Sequence[Mapping]) -> dict[str, float]:
-    """Sum of each `seconds/NAME` over all rows."""
+    """Sum of each `seconds/NAME` over all rows, without its parts."""
     total: dict[str, float] = {}
     for row in rows:
         for field, value in row.items():
-            if field.startswith("seconds/") and field != "seconds/clock":
-                name = field.removeprefix("seconds/")
-                total[name] = total.get(name, 0.0) + (value or 0.0)
+            prefix, *names = field.split("/")
+            if prefix == "seconds" and len(names) == 1 and names != ["clock"]:
+                total[names[0]] = total.get(names[0], 0.0) + (value or 0.0)
     return total
 
 
@@ -191,7 +191,7 @@ def _rollouts(workdir: pathlib.Path) -> str:
         [
             f'<p class="muted">From update {update}. V is the value of a state among '
             "the group's rollouts, Q that of the action taken there. The bar over a "
-            "step is its credit: blue for better, orange for worse than expected.</p>",
+            "step is its credit or advantage: blue is better than expected, orange worse.</p>",
             *(_trajectory(record) for record in _choose(records)),
         ]
     )

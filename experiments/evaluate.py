@@ -64,6 +64,31 @@ def choose_step(checkpoints, wanted: str) -> int:
     )
 
 
+def play(config: ConfigDict, checkpoints, step: int):
+    """Lets the parameters of a checkpoint play the panel of its run."""
+    from crbc_jax.background import Background, StopSignal
+    from crbc_jax.checkpoint import check_same_run
+    from crbc_jax.learner.learner import make_learner
+    from crbc_jax.learner.sharding import make_mesh
+    from crbc_jax.metrics import Progress
+    from crbc_jax.models.pretrained import load_model
+    from crbc_jax.stages import Rollouts
+
+    decoder_config, tokenizer = load_model(config.model.directory)
+    mesh = make_mesh(**config.mesh)
+    learner = make_learner(config, decoder_config, mesh)
+    params = checkpoints.restore_params(step, learner.abstract_state.params)
+    with (
+        Background(StopSignal()) as background,
+        Rollouts(config, decoder_config, tokenizer, background) as rollouts,
+        Progress() as progress,
+    ):
+        saved = checkpoints.meta(step)["identity"]["tasks"]
+        check_same_run({"tasks": saved}, {"tasks": rollouts.digests})
+        rollouts.publish(params, step)
+        return rollouts.evaluate(step, progress)
+
+
 def print_table(result, title: str) -> None:
     """Success of each difficulty, then of all."""
     import rich.console
@@ -94,21 +119,16 @@ def main(_) -> None:
     workdir = pathlib.Path(_WORKDIR.value)
     config = read_config(workdir)
 
-    # Only now: these load JAX and Orbax, which takes seconds.
+    # Only now: this loads JAX and Orbax, which takes seconds.
     from crbc_jax.checkpoint import Checkpointer
-    from crbc_jax.metrics import Progress
-    from crbc_jax.train import evaluate_checkpoint
 
     checkpoints = Checkpointer(workdir, keep_last=1)
     step = choose_step(checkpoints, _CHECKPOINT.value)
-    temperature = _TEMPERATURE.value
-    if temperature is None:
-        temperature = config.evaluate.temperature
-    with Progress() as progress:
-        result = evaluate_checkpoint(
-            config, workdir, step, temperature=temperature, progress=progress
-        )
-    panel = checkpoints.meta(step)["panel"]
+    if _TEMPERATURE.value is not None:
+        config.evaluate.temperature = _TEMPERATURE.value
+    temperature = config.evaluate.temperature
+    result = play(config, checkpoints, step)
+    panel = checkpoints.meta(step)["identity"]["tasks"]["eval"]
     print_table(
         result,
         f"update {step}, temperature {temperature:g}, panel {panel[:12]}",

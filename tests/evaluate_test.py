@@ -1,6 +1,7 @@
 import asyncio
 import collections
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -204,35 +205,39 @@ def test_sokoban_panel_is_the_same_for_any_number_of_workers():
     assert set(alone.by_difficulty) <= {"2", "3"}
 
 
-# Runs the script on canned episodes in place of the trainer's engine.
+# Runs the script on canned episodes in place of the policy's.
 CANNED = """
-import asyncio, runpy, sys, types
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rsplit("/", 2)[0])
+import asyncio, importlib.util, pathlib, sys
+script = pathlib.Path(sys.argv[1])
+sys.path.insert(0, str(script.parents[1]))
+from absl import app
+from crbc_jax.evaluate import evaluate
+from tests.evaluate_test import panel, player
 
-def evaluate_checkpoint(config, workdir, step, *, temperature, progress):
-    from crbc_jax.evaluate import evaluate
-    from tests.evaluate_test import panel, player
-
-    print(f"played {step} at {temperature}")
+def play(config, checkpoints, step):
+    print(f"played {step} at {config.evaluate.temperature}")
     outcomes = panel(20)
     moves = {name: 2 + index % 2 for index, name in enumerate(outcomes)}
     return asyncio.run(
         evaluate(player(outcomes), list(outcomes), max_concurrent=4, difficulty=moves)
     )
 
-sys.modules["crbc_jax.train"] = types.ModuleType("train")
-sys.modules["crbc_jax.train"].evaluate_checkpoint = evaluate_checkpoint
-runpy.run_path(sys.argv[0], run_name="__main__")
+spec = importlib.util.spec_from_file_location("script", script)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.play = play
+app.run(module.main, argv=sys.argv[1:], flags_parser=module.parse_flags)
 """
 
 
-def run_script(*arguments):
+def run_script(*arguments, canned=False):
     """Exit status, standard output and standard error of the script."""
+    command = [sys.executable, *(["-c", CANNED] if canned else []), str(SCRIPT)]
     done = subprocess.run(
-        [sys.executable, "-c", CANNED, str(SCRIPT), *arguments],
+        [*command, *arguments],
         capture_output=True,
         text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -244,7 +249,8 @@ def workdir(tmp_path_factory):
     checkpoints = Checkpointer(workdir, keep_last=2)
     state = TrainState({"w": np.ones(2, np.float32)}, (), None, np.int32(0))
     for step, success in [(10, 0.8), (20, 0.7)]:
-        checkpoints.save(step, state, {"panel": "0123456789abcdef"}, success=success)
+        identity = {"tasks": {"eval": "0123456789abcdef"}}
+        checkpoints.save(step, state, {"identity": identity}, success=success)
     return workdir
 
 
@@ -257,7 +263,7 @@ def workdir(tmp_path_factory):
     ],
 )
 def test_script_prints_a_table_and_writes_json(workdir, flags, step, temperature):
-    status, output, error = run_script(f"--workdir={workdir}", *flags)
+    status, output, error = run_script(f"--workdir={workdir}", *flags, canned=True)
     assert (status, error) == (0, "")
     assert f"played {step} at {temperature}" in output
     assert "16/20 tasks, 4 aborted" in output

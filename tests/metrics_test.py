@@ -140,6 +140,7 @@ def test_refused_write_names_step_and_folder(tmp_path):
         ):
             for step in range(20):
                 writer.write(step, {"loss": 1.0})
+        writer.close()  # Does not fail in turn, and so hide the first error.
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

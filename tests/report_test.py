@@ -81,6 +81,7 @@ def make_workdir(workdir, num_updates=30):
                 "grad_norm": rng.uniform(),
                 "rollout/invalid_share": 0.1 - 0.1 * progress,
                 "seconds/collect": 0.6,
+                "seconds/collect/engine": 0.5,  # Within it: not counted again.
                 "seconds/credit": 0.02,
                 "seconds/update": 0.3,
                 "seconds/checkpoint": 0.05,
