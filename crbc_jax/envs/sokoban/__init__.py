@@ -1,8 +1,10 @@
 """Text Sokoban: rules, levels, exact solver, and the environment that joins them."""
 
 from crbc_jax.envs.base import Demonstration, TaskSet
-from crbc_jax.envs.sokoban import levels, rules, solver
+from crbc_jax.envs.sokoban import rules, solver
+from crbc_jax.envs.sokoban.catalogue import find_level, list_tasks
 from crbc_jax.envs.sokoban.env import SokobanEnv
+from crbc_jax.envs.sokoban.level import to_board
 from crbc_jax.envs.sokoban.options import Options
 
 _MAX_STATES = 5_000_000  # Bound of the expert's search: a few seconds.
@@ -15,7 +17,7 @@ def make(options: Options) -> SokobanEnv:
 
 def tasks(split: str, count: int, options: Options) -> TaskSet:
     """Lists level ids."""
-    return levels.list_tasks(split, count, options)
+    return list_tasks(split, count, options)
 
 
 def expert(task_id: str, options: Options) -> list[Demonstration]:
@@ -25,9 +27,7 @@ def expert(task_id: str, options: Options) -> list[Demonstration]:
         ValueError: if the level has no solution, none within `max_steps`, or is too
             large to search.
     """
-    actions = solver.solve(
-        *levels.to_board(levels.find_level(task_id, options)), _MAX_STATES
-    )
+    actions = solver.solve(*to_board(find_level(task_id, options)), _MAX_STATES)
     if actions is None or len(actions) > options.max_steps:
         found = "no solution" if actions is None else f"one of {len(actions)} moves"
         raise ValueError(
@@ -45,4 +45,4 @@ def expert(task_id: str, options: Options) -> list[Demonstration]:
 
 def difficulty(task_id: str, options: Options) -> int | None:
     """Returns the shortest solution's moves; None for levels from files."""
-    return levels.find_level(task_id, options).optimal_moves
+    return find_level(task_id, options).optimal_moves

@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 
 from crbc_jax.envs.sokoban import render, rules
-from crbc_jax.envs.sokoban.levels import find_level, list_tasks
+from crbc_jax.envs.sokoban.catalogue import find_level, list_tasks
 from crbc_jax.envs.sokoban.options import GENERATED, Options
 
 SYMBOLS = "#_O√XPS"  # Of the looks of a cell in render.py.

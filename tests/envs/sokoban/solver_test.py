@@ -3,7 +3,8 @@ import collections
 import numpy as np
 import pytest
 
-from crbc_jax.envs.sokoban import levels, rules, solver
+from crbc_jax.envs.sokoban import catalogue, rules, solver
+from crbc_jax.envs.sokoban.level import parse_level, to_board
 from crbc_jax.envs.sokoban.options import Options
 
 
@@ -34,16 +35,16 @@ def play(level, actions):
 @pytest.mark.parametrize("num_boxes", [1, 2])
 def test_solutions_are_valid_and_shortest(num_boxes):
     options = Options(num_boxes=num_boxes, max_moves=9)
-    for task_id in levels.list_tasks("train", 12, options).ids:
-        level = levels.find_level(task_id, options)
-        actions = solver.solve(*levels.to_board(level), max_states=10**6)
+    for task_id in catalogue.list_tasks("train", 12, options).ids:
+        level = catalogue.find_level(task_id, options)
+        actions = solver.solve(*to_board(level), max_states=10**6)
         assert play(level, actions)
         assert len(actions) == fewest_moves(level) == level.optimal_moves
 
 
 def test_layers_hold_every_state_once_at_its_distance():
     text = "######\n#  . #\n# $  #\n# @# #\n######"
-    board, _, _ = levels.to_board(levels.parse_level(text, "test"))
+    board, _, _ = to_board(parse_level(text, "test"))
     layers = solver.layers_to_solved(board, max_moves=50, max_states=10**6)
     num_states = 0
     for moves, layer in enumerate(layers):
@@ -58,8 +59,8 @@ def test_layers_hold_every_state_once_at_its_distance():
 
 
 def test_layers_stop_whole_at_the_bound():
-    level = levels.parse_level("######\n#@$ .#\n#    #\n######", "test")
-    board, _, _ = levels.to_board(level)
+    level = parse_level("######\n#@$ .#\n#    #\n######", "test")
+    board, _, _ = to_board(level)
     whole = solver.layers_to_solved(board, max_moves=30, max_states=10**6)
     bounded = solver.layers_to_solved(board, max_moves=30, max_states=20)
     assert 0 < len(bounded) < len(whole)
@@ -67,17 +68,17 @@ def test_layers_stop_whole_at_the_bound():
 
 
 def test_unsolvable_and_too_large_are_told_apart():
-    corner = levels.parse_level("#####\n#$ .#\n# @ #\n#####", "corner")
-    assert solver.solve(*levels.to_board(corner), max_states=100) is None
-    easy = levels.parse_level("######\n#@$ .#\n######", "easy")
-    assert solver.solve(*levels.to_board(easy), max_states=100) == [4, 4]
+    corner = parse_level("#####\n#$ .#\n# @ #\n#####", "corner")
+    assert solver.solve(*to_board(corner), max_states=100) is None
+    easy = parse_level("######\n#@$ .#\n######", "easy")
+    assert solver.solve(*to_board(easy), max_states=100) == [4, 4]
     with pytest.raises(solver.SearchTooLarge, match="more than 2 states"):
-        solver.solve(*levels.to_board(easy), max_states=2)
+        solver.solve(*to_board(easy), max_states=2)
 
 
 def test_to_board_reads_every_kind_of_cell():
-    level = levels.parse_level("######\n#+$* #\n######", "kinds")
-    board, player, boxes = levels.to_board(level)
+    level = parse_level("######\n#+$* #\n######", "kinds")
+    board, player, boxes = to_board(level)
     assert (board.targets, player) == (1 << 7 | 1 << 9, 1 << 7)
     assert boxes == 1 << 8 | 1 << 9
     assert board.floor == sum(1 << cell for cell in (7, 8, 9, 10))

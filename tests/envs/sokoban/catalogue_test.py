@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from crbc_jax import envs
-from crbc_jax.envs.sokoban import levels
+from crbc_jax.envs.sokoban import catalogue, generator
+from crbc_jax.envs.sokoban.level import parse_level, split_of
 from crbc_jax.envs.sokoban.options import Options
 
 POOLS = {
@@ -25,8 +26,8 @@ EASY = "######\n#@$ .#\n#    #\n######"
 
 
 def all_levels(split, count, options):
-    ids = levels.list_tasks(split, count, options).ids
-    return [levels.find_level(task_id, options) for task_id in ids]
+    ids = catalogue.list_tasks(split, count, options).ids
+    return [catalogue.find_level(task_id, options) for task_id in ids]
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -48,7 +49,7 @@ def test_no_level_of_the_panel_comes_twice(pool):
 
 def test_a_split_with_few_levels_lists_those():
     options = Options(size=5, min_moves=6, max_moves=7)
-    assert 0 < len(levels.list_tasks("eval", 25, options).ids) < 25
+    assert 0 < len(catalogue.list_tasks("eval", 25, options).ids) < 25
 
 
 def test_layouts_of_the_splits_are_disjoint_across_pools():
@@ -61,8 +62,8 @@ def test_layouts_of_the_splits_are_disjoint_across_pools():
 def test_levels_are_as_long_as_asked_and_solvable(pool):
     options = POOLS[pool]
     count = 100 if options.size == 6 else 8
-    for task_id in levels.list_tasks("eval", count, options).ids:
-        moves = levels.find_level(task_id, options).optimal_moves
+    for task_id in catalogue.list_tasks("eval", count, options).ids:
+        moves = catalogue.find_level(task_id, options).optimal_moves
         assert options.min_moves <= moves <= options.max_moves
         steps = envs.sokoban.expert(task_id, options)
         assert len(steps) == moves
@@ -76,8 +77,8 @@ def test_lengths_cover_the_whole_range():
 def test_smallest_board_never_fails():
     """PITFALLS C9: seeds 0 to 199, members of a group byte for byte equal."""
     options = Options(size=5, min_moves=1, max_moves=5)
-    for task_id in levels.list_tasks("train", 200, options).ids:
-        group = [levels.find_level.__wrapped__(task_id, options) for _ in range(3)]
+    for task_id in catalogue.list_tasks("train", 200, options).ids:
+        group = [catalogue.find_level.__wrapped__(task_id, options) for _ in range(3)]
         assert len({(lv.layout.tobytes(), lv.cells.tobytes()) for lv in group}) == 1
         text = envs.sokoban.make(options).reset(options={"task": task_id})[0]
         assert (text.count("P") + text.count("S"), text.count("X")) == (1, 1)
@@ -89,7 +90,7 @@ def test_a_version_names_the_same_levels_for_ever():
     for options in POOLS.values():
         for level in all_levels("eval", 5, options):
             digest.update(level.layout.tobytes() + level.cells.tobytes())
-    assert levels._VERSION == "sokoban-levels-1"
+    assert generator.VERSION == "sokoban-levels-1"
     assert digest.hexdigest()[:16] == "ce5c60d94e1440f7"
 
 
@@ -136,24 +137,24 @@ def write_levels(folder, count=40):
 def test_listing_order_of_the_folder_does_not_matter(tmp_path, monkeypatch):
     write_levels(tmp_path)
     options = Options(levels=str(tmp_path))
-    first = levels.list_tasks("train", 10, options)
+    first = catalogue.list_tasks("train", 10, options)
     listing = list(tmp_path.rglob("*.txt"))
     for order in (listing[::-1], listing[3:] + listing[:3]):
-        levels._level_files.cache_clear()
+        catalogue._level_files.cache_clear()
         monkeypatch.setattr(pathlib.Path, "rglob", lambda *_, order=order: iter(order))
-        assert levels.list_tasks("train", 10, options) == first
+        assert catalogue.list_tasks("train", 10, options) == first
     assert len(first.ids) == 10 and list(first.ids) == sorted(first.ids)
 
 
 def test_files_are_split_by_layout_and_counted_honestly(tmp_path):
     write_levels(tmp_path)
     options = Options(levels=str(tmp_path))
-    train = levels.list_tasks("train", 10**6, options)
-    held_out = levels.list_tasks("eval", 10**6, options)
+    train = catalogue.list_tasks("train", 10**6, options)
+    held_out = catalogue.list_tasks("eval", 10**6, options)
     assert len(train.ids) + len(held_out.ids) == 40
     assert train.digest != held_out.digest
     layouts = [
-        {levels.find_level(i, options).layout.tobytes() for i in task_set.ids}
+        {catalogue.find_level(i, options).layout.tobytes() for i in task_set.ids}
         for task_set in (train, held_out)
     ]
     assert layouts[0] and layouts[1] and not layouts[0] & layouts[1]
@@ -164,9 +165,9 @@ def test_digest_covers_the_content_of_files(tmp_path):
     digests = set()
     for text in (EASY, EASY.replace("@$ .", " @$.")):  # One layout, two starts.
         path.write_text(text)
-        levels._read_file.cache_clear()
-        split = levels._split_of("######\n#   .#\n#    #\n######")
-        task_set = levels.list_tasks(split, 1, Options(levels=str(path)))
+        catalogue._read_file.cache_clear()
+        split = split_of("######\n#   .#\n#    #\n######")
+        task_set = catalogue.list_tasks(split, 1, Options(levels=str(path)))
         assert task_set.ids == ("a.txt#000000",)
         digests.add(task_set.digest)
     assert len(digests) == 2
@@ -176,11 +177,11 @@ def test_boxoban_files():
     if not BOXOBAN.exists():
         pytest.skip(f"no Boxoban levels in {BOXOBAN}")
     options = Options(levels=str(BOXOBAN), max_steps=200)
-    train = levels.list_tasks("train", 1000, options).ids
-    held_out = levels.list_tasks("eval", 1000, options).ids
+    train = catalogue.list_tasks("train", 1000, options).ids
+    held_out = catalogue.list_tasks("eval", 1000, options).ids
     assert len(train) + len(held_out) == 320
     for task_id in train[:20] + held_out[:20]:
-        level = levels.find_level(task_id, options)
+        level = catalogue.find_level(task_id, options)
         assert level.layout.shape == (10, 10)
         assert (level.layout == 2).sum() == 4
     assert envs.expert("sokoban", held_out[-1], levels=str(BOXOBAN), max_steps=200)
@@ -199,7 +200,7 @@ def test_boxoban_files():
 )
 def test_bad_levels_are_named(text, message):
     with pytest.raises(ValueError, match=f"Sokoban level here: .*{message}"):
-        levels.parse_level(text, "here")
+        parse_level(text, "here")
 
 
 def test_no_levels_is_a_clear_error(tmp_path):
@@ -236,13 +237,13 @@ def test_impossible_settings_are_named(options, message):
 
 
 def test_a_task_of_other_options_is_refused():
-    task_id = levels.list_tasks("train", 1, POOLS["hard"]).ids[0]
+    task_id = catalogue.list_tasks("train", 1, POOLS["hard"]).ids[0]
     with pytest.raises(ValueError, match="same sokoban options"):
-        levels.find_level(task_id, POOLS["default"])
+        catalogue.find_level(task_id, POOLS["default"])
 
 
 def test_arrays_of_a_level_are_not_shared_with_an_episode():
-    level = levels.find_level("6x6-1box-2to9moves-train-000000", Options())
+    level = catalogue.find_level("6x6-1box-2to9moves-train-000000", Options())
     before = level.cells.copy()
     env = envs.make("sokoban")
     env.reset(options={"task": "6x6-1box-2to9moves-train-000000"})
