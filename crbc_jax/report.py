@@ -191,7 +191,8 @@ def _rollouts(workdir: pathlib.Path) -> str:
         [
             f'<p class="muted">From update {update}. V is the value of a state among '
             "the group's rollouts, Q that of the action taken there. The bar over a "
-            "step is its credit or advantage: blue is better than expected, orange worse.</p>",
+            "step is its credit or advantage: blue is better than expected, orange "
+            "worse.</p>",
             *(_trajectory(record) for record in _choose(records)),
         ]
     )
