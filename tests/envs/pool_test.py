@@ -1,6 +1,7 @@
 import asyncio
 import os
 import pathlib
+import subprocess
 import sys
 import time
 
@@ -212,3 +213,30 @@ def test_many_episodes_leave_memory_and_processes_flat():
     child_processes()
     assert asyncio.run(run()) < 20
     assert not child_processes()
+
+
+def test_workers_end_when_the_run_is_killed():
+    program = (
+        "import asyncio, os\n"
+        "from crbc_jax.envs.pool import EnvPool\n"
+        "async def run():\n"
+        "    async with EnvPool('sokoban', {}, num_workers=1, step_timeout=9.0) as pool:\n"
+        "        children = f'/proc/{os.getpid()}/task/{os.getpid()}/children'\n"
+        "        print(open(children).read(), flush=True)\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "asyncio.run(run())\n"
+    )
+    child_processes()
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert result.returncode == -9
+    worker = pathlib.Path("/proc", result.stdout.strip(), "stat")
+    deadline = time.monotonic() + 10
+    while worker.exists() and worker.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "the worker outlives its parent"
+        time.sleep(0.05)
