@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class Completion:
     finish_reason: str  # "stop" or "length"
 
 
+@runtime_checkable
 class Engine(Protocol):
     """What rollouts need of a sampler, be it embedded or a server."""
 
