@@ -220,7 +220,7 @@ def test_workers_end_when_the_run_is_killed():
         "import asyncio, os\n"
         "from crbc_jax.envs.pool import EnvPool\n"
         "async def run():\n"
-        "    async with EnvPool('sokoban', {}, num_workers=1, step_timeout=9.0) as pool:\n"
+        "    async with EnvPool('sokoban', {}, num_workers=1, step_timeout=9.0):\n"
         "        children = f'/proc/{os.getpid()}/task/{os.getpid()}/children'\n"
         "        print(open(children).read(), flush=True)\n"
         "        os.kill(os.getpid(), 9)\n"
