@@ -82,11 +82,15 @@ class TransitionBatch:
     success: Bool[Array, "groups rows"]  # Of the whole trajectory, on all its rows.
     is_action_valid: Bool[Array, "groups rows"]
     mask: Bool[Array, "groups rows"]  # True = real.
+    # Structure of the closure's linear system: see graph/reduction.py.
+    chain_target: Int[Array, "groups anchors"]
+    core_index: Int[Array, "groups anchors"]
     extras: Mapping[str, Array]  # Further [groups, rows] columns of single methods.
     # Static upper bounds of the ids above (bucketed).
     num_anchors: int = dataclasses.field(metadata={"static": True})
     num_pairs: int = dataclasses.field(metadata={"static": True})
     num_trajectories: int = dataclasses.field(metadata={"static": True})
+    num_core: int = dataclasses.field(metadata={"static": True})
 
 
 class TrainState(NamedTuple):

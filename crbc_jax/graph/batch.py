@@ -1,0 +1,320 @@
+"""Columns of environment steps -> TransitionBatch: the one door to the device.
+
+In front of it data is ragged and lives in Python and NumPy; behind it everything is a
+pure function of arrays of a few fixed sizes.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from crbc_jax.graph.anchors import intern, number_within
+from crbc_jax.graph.reduction import reduce_chains
+from crbc_jax.types import Group, TransitionBatch
+
+REQUIRED = (
+    "group_id",
+    "traj_id",
+    "step",
+    "anchor",
+    "action",
+    "reward",
+    "success",
+)
+OPTIONAL = ("is_action_valid", "next_anchor")
+# Columns of single methods, and their type on the device.
+EXTRAS = {
+    "milestone_achieved": np.bool_,
+    "reasonable": np.bool_,
+    "advancing": np.bool_,
+    "base_adv": np.float64,
+    "response_len": np.int32,
+}
+_MIN_ROWS, _MIN_TRAJECTORIES, _MIN_GROUPS = 64, 16, 1
+
+
+class ColumnError(ValueError):
+    """A column that no estimator can work with; names column, row and remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOrder:
+    """Where each input row went.
+
+    Attributes:
+        position: index of each input row in a flattened [groups, rows] array.
+        group_ids: the caller's id of each group, in the order of the batch.
+    """
+
+    position: np.ndarray
+    group_ids: list[Any]
+
+    def unpad(self, values: Any) -> np.ndarray:
+        """Reads a [groups, rows] array back, one value an input row."""
+        return np.asarray(values).reshape(-1)[self.position]
+
+
+def columns_of(groups: Sequence[Group]) -> dict[str, list]:
+    """Trajectories -> columns, one row a step, in order.
+
+    Aborted trajectories are left out: they say nothing of the policy.
+    """
+    columns = {name: [] for name in (*REQUIRED, *OPTIONAL, "response_len")}
+    for group in groups:
+        for trajectory in group:
+            if trajectory.outcome == "aborted":
+                continue
+            anchors = [step.anchor for step in trajectory.steps]
+            for number, step in enumerate(trajectory.steps):
+                columns["group_id"].append(trajectory.group)
+                columns["traj_id"].append((trajectory.group, trajectory.rollout))
+                columns["step"].append(number)
+                columns["reward"].append(step.reward)
+                columns["success"].append(trajectory.success)
+                columns["action"].append(step.action)
+                columns["is_action_valid"].append(step.is_action_valid)
+                columns["response_len"].append(len(step.response_ids))
+            columns["anchor"] += anchors
+            columns["next_anchor"] += [*anchors[1:], trajectory.final_anchor]
+    return columns
+
+
+def build_batch(
+    columns: Mapping[str, Sequence[Any]],
+) -> tuple[TransitionBatch, RowOrder]:
+    """Interns, sorts and pads the rows of a batch.
+
+    Args:
+        columns: of equal length, one row an environment step, in any order (see
+            REQUIRED; OPTIONAL and EXTRAS may be absent). `success` is the
+            trajectory's outcome, the same on all its rows. Absent `next_anchor` is
+            the anchor of the trajectory's next row, and of a last row its own.
+
+    Returns:
+        The batch, of NumPy arrays, and where each row is in it.
+
+    Raises:
+        ColumnError: naming column, row and remedy.
+    """
+    table = _read(columns)
+    group, trajectory, step = table["group"], table["trajectory"], table["step"]
+    order = np.lexsort((step, trajectory, group))
+    _check_trajectories(group, trajectory, step, table["success"], order)
+    group, trajectory, step = group[order], trajectory[order], step[order]
+
+    num_groups = int(group[-1]) + 1
+    counts = np.bincount(group)
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    row = np.arange(len(group)) - starts[group]
+    is_last = np.append(trajectory[1:] != trajectory[:-1], True)
+
+    source_code = table["anchor"][order]
+    target_code = (
+        np.where(is_last, source_code, np.roll(source_code, -1))
+        if table["next_anchor"] is None
+        else table["next_anchor"][order]
+    )
+    both, num_anchors = number_within(
+        np.concatenate([group, group]), np.concatenate([source_code, target_code])
+    )
+    source, target = np.split(both, 2)
+    pair, _ = number_within(
+        group, source * (int(table["action"].max()) + 1) + table["action"][order]
+    )
+    local_trajectory, num_trajectories = number_within(group, trajectory)
+
+    shape = (
+        _bucket(num_groups, _MIN_GROUPS),
+        _bucket(max(int(counts.max()), num_anchors), _MIN_ROWS),
+    )
+    at = group * shape[1] + row
+
+    def pad(values, dtype):
+        padded = np.zeros(shape, dtype)
+        padded.reshape(-1)[at] = values
+        return padded
+
+    arrays = {
+        "source": pad(source, np.int32),
+        "pair": pad(pair, np.int32),
+        "target": pad(target, np.int32),
+        "trajectory": pad(local_trajectory, np.int32),
+        "step": pad(step, np.int32),
+        "is_last": pad(is_last, np.bool_),
+        "reward": pad(table["reward"][order], np.float64),
+        "success": pad(table["success"][order], np.bool_),
+        "is_action_valid": pad(table["is_action_valid"][order], np.bool_),
+        "mask": pad(np.True_, np.bool_),
+    }
+    chains = reduce_chains(
+        arrays["source"], arrays["target"], arrays["mask"] & ~arrays["is_last"]
+    )
+    batch = TransitionBatch(
+        **arrays,
+        chain_target=chains.chain_target,
+        core_index=chains.core_index,
+        extras={
+            name: pad(np.asarray(columns[name])[order], dtype)
+            for name, dtype in EXTRAS.items()
+            if name in columns
+        },
+        num_anchors=shape[1],
+        num_pairs=shape[1],
+        num_trajectories=_bucket(num_trajectories, _MIN_TRAJECTORIES),
+        num_core=chains.num_core,
+    )
+    position = np.empty(len(at), np.int64)
+    position[order] = at
+    return batch, RowOrder(position, table["group_ids"])
+
+
+def _read(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Checks each column by itself, and turns it into numbers."""
+    for name in REQUIRED:
+        if name not in columns:
+            raise ColumnError(
+                f"column {name!r} is missing; needed are {list(REQUIRED)}, known "
+                f"besides {[*OPTIONAL, *EXTRAS]}"
+            )
+    num_rows = len(columns["group_id"])
+    if not num_rows:
+        raise ColumnError("column 'group_id' has no row: nothing to credit")
+    known = [name for name in (*REQUIRED, *OPTIONAL, *EXTRAS) if name in columns]
+    for name in known:
+        if len(columns[name]) != num_rows:
+            raise ColumnError(
+                f"column {name!r} has {len(columns[name])} rows, 'group_id' has "
+                f"{num_rows}; give one value an environment step"
+            )
+    group_codes = _codes("group_id", columns["group_id"])
+    first_rows = np.unique(group_codes, return_index=True)[1]
+    group_ids = _as_list(columns["group_id"])
+    anchors = columns["anchor"]
+    next_anchors = columns.get("next_anchor")
+    if next_anchors is None:
+        anchor, next_anchor = _codes("anchor", anchors), None
+    else:
+        joined = [*_as_list(anchors), *_as_list(next_anchors)]
+        anchor, next_anchor = np.split(_codes("anchor", joined), 2)
+    valid = columns.get("is_action_valid")
+    return {
+        "group": group_codes,
+        "group_ids": [group_ids[row] for row in first_rows],
+        "trajectory": _codes("traj_id", columns["traj_id"]),
+        "step": _numbers("step", columns["step"], whole=True),
+        "anchor": anchor,
+        "next_anchor": next_anchor,
+        "action": _codes("action", columns["action"]),
+        "reward": _numbers("reward", columns["reward"]),
+        "success": _flags("success", columns["success"]),
+        "is_action_valid": (
+            np.ones(num_rows, bool)
+            if valid is None
+            else _flags("is_action_valid", valid)
+        ),
+    }
+
+
+def _as_list(values: Sequence[Any]) -> list:
+    """Python objects of a list, an array, or a column of pandas or pyarrow."""
+    if isinstance(values, np.ndarray):
+        # Further axes belong to the value: frames stay arrays.
+        return values.tolist() if values.ndim == 1 else list(values)
+    for method in ("to_pylist", "tolist"):  # pyarrow; pandas.
+        if hasattr(values, method):
+            return getattr(values, method)()
+    return list(values)
+
+
+def _codes(name: str, values: Sequence[Any]) -> np.ndarray:
+    if not isinstance(values, np.ndarray):
+        values = _as_list(values)
+    try:
+        return intern(values)
+    except TypeError as error:
+        row = next(i for i, value in enumerate(values) if not _is_hashable(value))
+        raise ColumnError(
+            f"column {name!r}, row {row}: {type(values[row]).__name__} is neither an "
+            "array nor hashable; turn it into a string, bytes, a tuple or an array"
+        ) from error
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return isinstance(value, np.ndarray)
+    return True
+
+
+def _numbers(name: str, values: Sequence[Any], whole: bool = False) -> np.ndarray:
+    """float64 [rows] of finite numbers (int64 if whole)."""
+    try:
+        numbers = np.asarray(_as_list(values), np.float64)
+    except (TypeError, ValueError):
+        numbers = np.full(len(values), np.nan)
+        for row, value in enumerate(_as_list(values)):
+            if isinstance(value, int | float | np.number):
+                numbers[row] = value
+    wrong = ~np.isfinite(numbers) | (whole & (numbers != np.round(numbers)))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        need = "a whole number" if whole else "a finite number"
+        raise ColumnError(
+            f"column {name!r}, row {row}: {_as_list(values)[row]!r} is not {need}; "
+            "leave the trajectory out if it is unknown"
+        )
+    return numbers.astype(np.int64) if whole else numbers
+
+
+def _flags(name: str, values: Sequence[Any]) -> np.ndarray:
+    numbers = _numbers(name, values)
+    wrong = (numbers != 0) & (numbers != 1)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise ColumnError(
+            f"column {name!r}, row {row}: {numbers[row]!r} is neither true nor false"
+        )
+    return numbers.astype(bool)
+
+
+def _check_trajectories(group, trajectory, step, success, order) -> None:
+    """Rows of a trajectory: one group, one outcome, steps 0, 1, 2, ..."""
+    group, success = group[order], success[order]
+    trajectory, step = trajectory[order], step[order]
+    # Trajectories are sorted within groups: one id in two groups starts twice.
+    starts = np.append(
+        True, (trajectory[1:] != trajectory[:-1]) | (group[1:] != group[:-1])
+    )
+    first_seen = np.unique(trajectory[starts], return_index=True)[1]
+    if len(first_seen) < starts.sum():
+        again = np.ones(int(starts.sum()), bool)
+        again[first_seen] = False
+        row = int(order[np.flatnonzero(starts)[np.argmax(again)]])
+        raise ColumnError(
+            f"column 'traj_id', row {row}: this trajectory also has rows in another "
+            "group; ids must be distinct over the whole batch, such as (group, rollout)"
+        )
+    start_of = np.maximum.accumulate(np.where(starts, np.arange(len(step)), 0))
+    expected = np.arange(len(step)) - start_of
+    if (step != expected).any():
+        at = int(np.argmax(step != expected))
+        raise ColumnError(
+            f"column 'step', row {int(order[at])}: step {step[at]} where "
+            f"{expected[at]} should come; the steps of a trajectory count 0, 1, 2, ... "
+            "without gap or duplicate"
+        )
+    differs = success != success[start_of]
+    if differs.any():
+        row = int(order[np.argmax(differs)])
+        raise ColumnError(
+            f"column 'success', row {row}: differs from the trajectory's first row; it "
+            "is the outcome of the whole trajectory, the same on all its rows"
+        )
+
+
+def _bucket(size: int, smallest: int) -> int:
+    """The next power of two: few shapes, so few compilations."""
+    return max(smallest, 1 << (size - 1).bit_length())
