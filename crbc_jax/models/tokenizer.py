@@ -1,7 +1,7 @@
 """A model directory's tokenizer files -> text to token ids and back, exactly."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import tokenizers
@@ -46,7 +46,7 @@ class Tokenizer:
             )
         return np.array(encoding.ids, np.int32)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Returns the text of `ids`, special tokens included."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
