@@ -19,11 +19,14 @@ _REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-_READ = {
+_SIZES = {
     *_REQUIRED,
-    "model_type",
     "num_key_value_heads",
     "head_dim",
+    "max_position_embeddings",
+}
+_READ = {
+    "model_type",
     "rms_norm_eps",
     "rope_theta",
     "rope_parameters",
@@ -32,7 +35,6 @@ _READ = {
     "attention_bias",
     "mlp_bias",
     "initializer_range",
-    "max_position_embeddings",
 }
 # Fields that leave the computation alone: metadata, storage types, token ids (which
 # the tokenizer's files say), and settings of training scripts and generation.
@@ -204,13 +206,18 @@ def _rope_theta(fields: Mapping[str, Any], source: str) -> float:
 
 def _check_fields(fields: Mapping[str, Any], source: str) -> None:
     for name, value in fields.items():
-        if name in _READ or name in _IGNORED or value is None:
+        if name in _IGNORED or name in _READ or value is None:
             continue
         if name == "layer_types":
             if set(value) != {"full_attention"}:
                 raise UserError(
                     f"{source}: layer_types={sorted(set(value))} are not supported; "
                     "known: ['full_attention']"
+                )
+        elif name in _SIZES:
+            if not isinstance(value, int) or value < 1:
+                raise UserError(
+                    f"{source}: {name}={value!r} must be a positive whole number"
                 )
         elif name not in _FIXED:
             raise UserError(
@@ -225,12 +232,6 @@ def _check_fields(fields: Mapping[str, Any], source: str) -> None:
 
 
 def _check_shape(config: DecoderConfig, source: str) -> None:
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.type is int and (not isinstance(value, int) or value < 1):
-            raise UserError(
-                f"{source}: {field.name}={value!r} must be a positive whole number"
-            )
     if config.num_heads % config.num_kv_heads:
         raise UserError(
             f"{source}: num_key_value_heads={config.num_kv_heads} must divide "

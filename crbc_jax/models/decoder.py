@@ -28,6 +28,7 @@ from crbc_jax.models.config import DecoderConfig
 _MASKED = -1e30  # Finite, so that a row that sees nothing stays a number.
 # So few layers run a fifth faster unrolled, and compile no slower.
 _UNROLLED_LAYERS = 4
+_DRAWN = ("kernel", "embedding")  # Parameters that start at random.
 
 
 class Cache(NamedTuple):
@@ -59,11 +60,11 @@ class Attention(nnx.Module):
         hidden = config.hidden_size
         queries = config.num_heads * config.head_dim
         keys = config.num_kv_heads * config.head_dim
-        linear = functools.partial(_linear, config, rngs)
-        self.query = linear(hidden, queries, config.qkv_bias)
-        self.key = linear(hidden, keys, config.qkv_bias)
-        self.value = linear(hidden, keys, config.qkv_bias)
-        self.out = linear(queries, hidden, config.out_bias)
+        linear = functools.partial(nnx.Linear, rngs=rngs)
+        self.query = linear(hidden, queries, use_bias=config.qkv_bias)
+        self.key = linear(hidden, keys, use_bias=config.qkv_bias)
+        self.value = linear(hidden, keys, use_bias=config.qkv_bias)
+        self.out = linear(queries, hidden, use_bias=config.out_bias)
         self.heads_shape = (
             config.num_kv_heads,
             config.num_heads // config.num_kv_heads,
@@ -99,10 +100,10 @@ class MLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         hidden, inner = config.hidden_size, config.intermediate_size
-        linear = functools.partial(_linear, config, rngs)
-        self.gate = linear(hidden, inner, config.mlp_bias)
-        self.up = linear(hidden, inner, config.mlp_bias)
-        self.down = linear(inner, hidden, config.mlp_bias)
+        linear = functools.partial(nnx.Linear, use_bias=config.mlp_bias, rngs=rngs)
+        self.gate = linear(hidden, inner)
+        self.up = linear(hidden, inner)
+        self.down = linear(inner, hidden)
 
     def __call__(self, x):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -133,17 +134,14 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(config.initializer_range)
         self.config = config
-        self.embed = nnx.Embed(
-            config.vocab_size, config.hidden_size, embedding_init=init, rngs=rngs
-        )
+        self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
         stack = nnx.vmap(lambda rngs: Layer(config, rngs))
-        self.layers = stack(rngs.fork(split=config.num_layers))
+        self.layers = stack(rngs.split(config.num_layers))
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_embeddings:
-            self.head = _linear(
-                config, rngs, config.hidden_size, config.vocab_size, use_bias=False
+            self.head = nnx.Linear(
+                config.hidden_size, config.vocab_size, use_bias=False, rngs=rngs
             )
 
     def __call__(self, tokens, positions, segment_ids, cache):
@@ -158,7 +156,8 @@ class Decoder(nnx.Module):
             return (x, cache), None
 
         numbers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
-        x = self.embed(tokens).reshape(tokens.size, -1)
+        # nnx.Embed would cast to the dtype that its parameters had at first.
+        x = self.embed.embedding[...][tokens.reshape(-1)]
         (x, cache), _ = jax.lax.scan(
             run_layer,
             (x, cache),
@@ -190,7 +189,11 @@ def seed_words(seed: int) -> np.ndarray:
 
 
 def init_params(config: DecoderConfig, seed: int) -> dict[str, Any]:
-    """Draws fresh float32 parameters, a function of `config` and `seed` alone."""
+    """Draws fresh float32 parameters, a function of `config` and `seed` alone.
+
+    Kernels and embedding are normal with standard deviation
+    `config.initializer_range`; biases are 0 and the scales of norms 1.
+    """
     return _init_params(config, seed_words(seed))
 
 
@@ -244,32 +247,36 @@ def unembed(
     return _merge(config, params).unembed(hidden)
 
 
-def _linear(
-    config: DecoderConfig, rngs: nnx.Rngs, size_in: int, size_out: int, use_bias: bool
-) -> nnx.Linear:
-    init = nnx.initializers.normal(config.initializer_range)
-    return nnx.Linear(size_in, size_out, use_bias=use_bias, kernel_init=init, rngs=rngs)
-
-
 @functools.partial(jax.jit, static_argnames="config")
 def _init_params(config, words):
+    shapes = nnx.to_pure_dict(_structure(config)[1])
+    paths, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    drawn = [leaf.size for path, leaf in paths if path[-1].key in _DRAWN]
+    # One draw for all: a draw per array takes four times as long to compile.
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
-    model = Decoder(config, nnx.Rngs(params=key))
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    values = config.initializer_range * jax.random.normal(key, (sum(drawn),))
+    pieces = iter(jnp.split(values, np.cumsum(drawn)[:-1]))
+    fill = {"scale": jnp.ones, "bias": jnp.zeros}
+    params = [
+        next(pieces).reshape(leaf.shape)
+        if path[-1].key in _DRAWN
+        else fill[path[-1].key](leaf.shape)
+        for path, leaf in paths
+    ]
+    return jax.tree.unflatten(tree, params)
 
 
 @functools.lru_cache(maxsize=16)
 def _structure(config: DecoderConfig) -> tuple[Any, Any]:
     """Graph and abstract state of a decoder; makes no arrays."""
-    abstract = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=0)))
-    return nnx.split(abstract, nnx.Param, ...)
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=0))))
 
 
 def _merge(config: DecoderConfig, params: dict[str, Any]) -> Decoder:
-    graph, state, *rest = _structure(config)
+    graph, state = _structure(config)
     state = jax.tree.map(lambda leaf: leaf, state)  # A copy: filled in place below.
     nnx.replace_by_pure_dict(state, params)
-    return nnx.merge(graph, state, *rest)
+    return nnx.merge(graph, state)
 
 
 def _visible(segment_ids, cache):

@@ -180,13 +180,6 @@ class Sampler:
                 f"request.prompt_ids has {num_tokens} tokens; needs 1 to {limit}: "
                 "shorten the prompt or raise config.rollout.max_prompt_tokens"
             )
-        largest = int(np.max(request.prompt_ids))
-        if int(np.min(request.prompt_ids)) < 0 or largest >= self._config.vocab_size:
-            raise ValueError(
-                f"request.prompt_ids must lie in [0, {self._config.vocab_size}), got "
-                f"{np.min(request.prompt_ids)} to {largest}: the prompt was made by "
-                "another model's tokenizer"
-            )
         sampling, limit = request.sampling, self._max_response_tokens
         if not 1 <= sampling.max_tokens <= limit:
             raise ValueError(
@@ -205,13 +198,16 @@ class Sampler:
             )
 
     def _wake(self) -> None:
-        """Looks whether a tick is due, once all that is ready now has run."""
-        if self._waiting:
+        """Starts a tick if one is still due once all that is ready now has run."""
+        if self._is_due():
             next(iter(self._waiting)).get_loop().call_soon(self._start_tick)
 
+    def _is_due(self) -> bool:
+        is_waiting = bool(self._waiting) and len(self._waiting) >= self._holders
+        return is_waiting and not self._is_running
+
     def _start_tick(self) -> None:
-        is_due = self._waiting and len(self._waiting) >= self._holders
-        if not is_due or self._is_running:
+        if not self._is_due():
             return
         batch = sorted(
             self._waiting.items(),
@@ -288,6 +284,12 @@ class Sampler:
             rows.max_tokens[row] = request.sampling.max_tokens
             stop_ids = request.sampling.stop_ids
             rows.stop_ids[row, : len(stop_ids)] = stop_ids
+        smallest, largest = np.min(rows.prompts), np.max(rows.prompts)
+        if smallest < 0 or largest >= self._config.vocab_size:
+            raise ValueError(
+                f"request.prompt_ids must be in [0, {self._config.vocab_size}), got "
+                f"{smallest} to {largest}: they come from another model's tokenizer"
+            )
         return rows
 
 
