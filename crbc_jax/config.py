@@ -36,7 +36,7 @@ def default_config() -> ConfigDict:
     config.rollout.temperature = 1.0
     config.rollout.prompt = "sokoban_compact"  # A row of rollout.prompts.PROMPTS.
     config.rollout.history_length = 0  # Observation-action records in the prompt.
-    config.rollout.max_prompt_tokens = 32
+    config.rollout.max_prompt_tokens = 16
     config.rollout.max_response_tokens = 4
     config.rollout.max_policy_lag = 0  # Updates; 1 overlaps collection and update.
     config.rollout.max_invalid_share = 0.9  # Of the first rollouts' actions; above
@@ -63,6 +63,8 @@ def default_config() -> ConfigDict:
     config.loss.clip_low = 0.2
     config.loss.clip_high = 0.2
     config.loss.dual_clip = 3.0  # Bound of ratio x advantage when it is negative.
+    config.loss.ratio = "token"  # Importance ratio of each token; "step": of the whole
+    # reply; "step_mean": its geometric mean over the tokens.
     config.loss.aggregation = "group_step"  # Or "token_mean".
     config.loss.kl_coef = 0.0  # Of the k3 penalty to the warm-started reference.
     config.loss.entropy_coef = 0.0

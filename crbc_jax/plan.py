@@ -63,8 +63,11 @@ def make_plan(config: ConfigDict, workdir: pathlib.Path) -> Plan:
     model = load_config(config.model.directory)
     options = env_options(config.env)
     name = config.env.name
-    train = envs.tasks(name, "train", count=config.env.num_train_tasks, **options)
-    held_out = envs.tasks(name, "eval", count=config.env.num_eval_tasks, **options)
+    try:
+        train = envs.tasks(name, "train", count=config.env.num_train_tasks, **options)
+        held_out = envs.tasks(name, "eval", count=config.env.num_eval_tasks, **options)
+    except ValueError as error:  # Of the environment, which names its own field.
+        raise ConfigError(f"config.env: {error}") from error
 
     rollout = config.rollout
     episodes = rollout.tasks_per_update * rollout.group_size
@@ -190,6 +193,7 @@ def _check_numbers(config: ConfigDict) -> None:
         'rollouts of an older policy (config.rollout.max_policy_lag=1) need "sampled"',
     )
     choices = {
+        "loss.ratio": ("token", "step", "step_mean"),
         "loss.aggregation": ("group_step", "token_mean"),
         "loss.degenerate_groups": ("keep", "drop_pg", "drop_all"),
         "learner.old_logprobs": ("recomputed", "sampled"),

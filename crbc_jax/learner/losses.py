@@ -1,0 +1,174 @@
+"""Log-probabilities, advantages and values -> the loss of each token.
+
+Pure functions of arrays. A step of the environment is one row: one reply, its tokens
+along the last axis. How tokens and rows are averaged is not decided here but by the
+row weights of `packing.row_weights`, so that every objective is the same plain sum
+
+    sum over rows of  weight[row] * sum over its tokens of  mask * loss
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+# exp(20) is finite in float32 and far outside of every clip range in use.
+_MAX_LOG_RATIO = 20.0
+_MAX_KL = 10.0  # Of a token's k3 penalty; verl's clamp.
+
+RATIOS = ("token", "step", "step_mean")
+KL_FORMS = ("k1", "abs", "mse", "k3")
+
+
+class Surrogate(NamedTuple):
+    """The clipped surrogate of each token, and what clipping did."""
+
+    loss: Float[Array, "*rows tokens"]  # 0 where masked.
+    ratio: Float[Array, "*rows tokens"]  # New over old probability; 1 where masked.
+    is_clipped_low: Bool[Array, "*rows tokens"]  # Below 1 - clip_low, and it matters.
+    is_clipped_high: Bool[Array, "*rows tokens"]  # Above 1 + clip_high, and it matters.
+    is_dual_clipped: Bool[Array, "*rows tokens"]
+    is_clamped: Bool[Array, "*rows tokens"]  # Log-ratio beyond what exp can bear.
+
+
+def masked_mean(
+    values: Float[Array, "*shape"], mask: Bool[Array, "*shape"]
+) -> Float[Array, ""]:
+    """Mean over True; exactly 0, with zero gradient, where nothing is True."""
+    total = jnp.sum(jnp.where(mask, values, 0))
+    return total / jnp.maximum(jnp.sum(mask), 1)
+
+
+def logprobs_and_entropy(
+    logits: Float[Array, "*tokens vocab"],
+    token_ids: Int[Array, "*tokens"],
+    temperature: float,
+) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]:
+    """Log-probability of each token, never positive, and entropy there, in nats.
+
+    Both are those of the distribution that is sampled: at `temperature`, which must
+    be positive. Computed in float32 whatever the dtype of the logits.
+    """
+    log_softmax = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature, axis=-1)
+    chosen = jnp.take_along_axis(log_softmax, token_ids[..., None], axis=-1)
+    entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
+    return chosen[..., 0], entropy
+
+
+def log_ratios(
+    logprobs: Float[Array, "*rows tokens"],
+    old_logprobs: Float[Array, "*rows tokens"],
+    mask: Bool[Array, "*rows tokens"],
+    ratio: str,
+) -> Float[Array, "*rows tokens"]:
+    """Log of the importance ratio that each token is weighted with; 0 where masked.
+
+    Args:
+        ratio: "token", of each token alone (PPO as verl has it); "step", of the whole
+            reply (the product over its tokens; CRBC's eq. 2); "step_mean", its
+            geometric mean over the tokens (GSPO, arXiv 2507.18071, eq. 7).
+
+    Raises:
+        ValueError: if `ratio` is none of these.
+    """
+    if ratio not in RATIOS:
+        raise ValueError(f"loss.ratio={ratio!r}; known: {RATIOS}")
+    log_ratio = jnp.where(mask, logprobs - old_logprobs, 0)
+    if ratio == "token":
+        return log_ratio
+    total = jnp.sum(log_ratio, axis=-1, keepdims=True)
+    if ratio == "step_mean":
+        total /= jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
+    return jnp.where(mask, total, 0)
+
+
+def clipped_surrogate(
+    log_ratio: Float[Array, "*rows tokens"],
+    advantage: Float[Array, "*rows"],
+    mask: Bool[Array, "*rows tokens"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+) -> Surrogate:
+    """PPO's clipped surrogate with separate bounds, and dual clipping.
+
+    max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and for A < 0 at most
+    -A dual_clip. The log-ratio is clamped to +-20 before exp, so that one absurd token
+    can not turn the loss into NaN. Sources: PPO (arXiv 1707.06347, eq. 7), DAPO (arXiv
+    2503.14476, section 3.1: clip_high above clip_low), dual clip (arXiv 1912.09729).
+
+    Args:
+        log_ratio: from `log_ratios`.
+        advantage: one scalar a step; it meets tokens here and nowhere before.
+        mask: True at the response tokens that the policy sampled.
+        dual_clip: above 1.
+    """
+    clamped = jnp.clip(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratio = jnp.exp(clamped)
+    advantage = advantage[..., None]
+    free = -advantage * ratio
+    clipped = -advantage * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    pessimistic = jnp.maximum(free, clipped)
+    bound = -advantage * dual_clip
+    is_dual = mask & (advantage < 0) & (pessimistic > bound)
+    is_clipped = mask & (clipped > free)
+    loss = jnp.where(advantage < 0, jnp.minimum(pessimistic, bound), pessimistic)
+    return Surrogate(
+        loss=jnp.where(mask, loss, 0),
+        ratio=ratio,
+        is_clipped_low=is_clipped & (ratio < 1),
+        is_clipped_high=is_clipped & (ratio > 1),
+        is_dual_clipped=is_dual,
+        is_clamped=mask & (jnp.abs(log_ratio) > _MAX_LOG_RATIO),
+    )
+
+
+def kl_penalty(
+    logprobs: Float[Array, "*shape"],
+    reference_logprobs: Float[Array, "*shape"],
+    form: str = "k3",
+) -> Float[Array, "*shape"]:
+    """KL(policy, reference) of each token, estimated from the sampled token alone.
+
+    Args:
+        form: "k1", log p - log q; "abs", its magnitude; "mse", half its square (k2);
+            "k3", exp(d) - d - 1 with d = log q - log p, at most 10: unbiased, never
+            negative, low variance. Source: Schulman, Approximating KL divergence.
+
+    Raises:
+        ValueError: if `form` is none of these.
+    """
+    difference = logprobs - reference_logprobs
+    if form == "k1":
+        return difference
+    if form == "abs":
+        return jnp.abs(difference)
+    if form == "mse":
+        return 0.5 * jnp.square(difference)
+    if form == "k3":
+        # The inner clamp keeps the gradient of the outer one from being 0 * inf.
+        d = jnp.clip(-difference, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        return jnp.minimum(jnp.expm1(d) - d, _MAX_KL)
+    raise ValueError(f"form={form!r}; known: {KL_FORMS}")
+
+
+def value_loss(
+    values: Float[Array, "*rows tokens"],
+    old_values: Float[Array, "*rows tokens"],
+    returns: Float[Array, "*rows tokens"],
+    mask: Bool[Array, "*rows tokens"],
+    *,
+    clip: float,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Clipped squared error of a critic, without a factor 1/2, and the clipped share.
+
+    Mean over the mask of max((v - R)^2, (v_clipped - R)^2), v_clipped within `clip`
+    of the old value. Source: as in verl; ALGORITHMS of PPO implementations since
+    baselines' ppo2.
+    """
+    near_old = jnp.clip(values, old_values - clip, old_values + clip)
+    free, clipped = jnp.square(values - returns), jnp.square(near_old - returns)
+    loss = masked_mean(jnp.maximum(free, clipped), mask)
+    return loss, masked_mean((clipped > free).astype(jnp.float32), mask)
