@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +167,7 @@ def test_cached_decoding_equals_the_full_forward(name):
     full = logits_of(config, params, tokens, positions, segment_ids)
 
     @jax.jit
-    def decode(params):
+    def decode(params, tokens, positions, segment_ids):
         cache = init_cache(config, 2, 10, jnp.float32)
         pieces = []
         for start, stop in [(0, 4), (4, 5), (5, 8)]:
@@ -176,7 +177,7 @@ def test_cached_decoding_equals_the_full_forward(name):
             pieces.append(unembed(config, params, hidden))
         return jnp.concatenate(pieces, axis=1), cache.length
 
-    cached, length = decode(params)
+    cached, length = decode(params, tokens, positions, segment_ids)
     assert_logits_close(cached[0, 2:], full[0, 2:])
     assert_logits_close(cached[1], full[1])
     assert length == 8
@@ -186,11 +187,10 @@ def test_low_precision_parameters_still_give_float32_logits():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(QWEN2))
     tokens = np.arange(6)[None]
     ones = np.ones_like(tokens)
-    hidden = jax.eval_shape(
-        lambda: forward(QWEN2, params, tokens, tokens, ones)[0],
-    )
+    inputs = (tokens, tokens, ones)
+    hidden, _ = jax.eval_shape(functools.partial(forward, QWEN2), params, *inputs)
     assert hidden.dtype == jnp.bfloat16
-    logits = logits_of(QWEN2, params, tokens, tokens, ones)
+    logits = logits_of(QWEN2, params, *inputs)
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits[0], oracle(QWEN2, params, tokens[0]), atol=0.2)
 

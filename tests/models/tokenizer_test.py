@@ -20,7 +20,7 @@ def test_a_level_and_its_reply_become_one_token_a_cell_and_word():
     text = "<bos>__P_\n_XO√<action>up</action><eos>"
     ids = SOKOBAN.encode(text)
     assert ids.dtype == np.int32
-    assert [SOKOBAN.decode([i]) for i in ids] == [
+    assert [SOKOBAN.decode([i]) for i in ids.tolist()] == [
         "<bos>",
         *"__P_\n_XO√",
         "<action>",
