@@ -50,6 +50,10 @@ class Tokenizer:
         """Returns the text of `ids`, special tokens included."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def has_token(self, token: str) -> bool:
+        """Whether one token reads `token`."""
+        return self._backend.token_to_id(token) is not None
+
     def id_of(self, token: str) -> int:
         """Returns the id of the one token that reads `token`.
 

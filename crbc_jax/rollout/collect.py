@@ -7,7 +7,11 @@ from the update, group, rollout and step that it belongs to.
 
 import asyncio
 import collections
-from collections.abc import AsyncIterator, Iterable, Sequence
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,13 +19,15 @@ import numpy as np
 from crbc_jax.envs.base import EnvironmentFailed
 from crbc_jax.envs.pool import EnvPool
 from crbc_jax.models.tokenizer import Tokenizer
-from crbc_jax.rollout.actions import parse_action
-from crbc_jax.rollout.engine import Engine, Request, SamplingParams
+from crbc_jax.rollout.actions import CODES, PARSERS, settle
+from crbc_jax.rollout.engine import Completion, Engine, Request, SamplingParams
 from crbc_jax.rollout.prompts import Record, Template, build_prompt
-from crbc_jax.types import INVALID_ACTION, Group, Outcome, Step, Trajectory, UserError
+from crbc_jax.types import Group, Outcome, Step, Trajectory, UserError
 
 # Set apart the seeds of rollouts that train from those of evaluations.
 TRAIN, EVAL = 0, 1
+
+_SAMPLE_LENGTH = 200  # Characters of a reply that an error shows.
 
 
 class StaleRollout(RuntimeError):
@@ -40,6 +46,8 @@ class Player(NamedTuple):
     max_response_tokens: int
     stop_ids: tuple[int, ...]
     seed: int  # Of the run.
+    parser: str = "strict"  # A row of rollout.actions.PARSERS.
+    episode_timeout: float = math.inf  # Seconds an episode may take; then aborted.
 
 
 class EpisodeKey(NamedTuple):
@@ -49,6 +57,16 @@ class EpisodeKey(NamedTuple):
     update: int
     group: int
     rollout: int
+
+
+@dataclasses.dataclass
+class _Progress:
+    """What an episode has seen; it survives when the episode breaks."""
+
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    observation: str = ""  # The latest, not acted on yet; and its anchor.
+    anchor: str | bytes = ""
+    prompts_truncated: int = 0
 
 
 async def run_episode(
@@ -72,73 +90,92 @@ async def run_episode(
         StaleRollout: if a reply came from another version.
         UserError: if a prompt cannot be made to fit.
     """
-    steps: list[Step] = []
-    records: list[Record] = []
-    outcome: Outcome = "aborted"
-    observation, anchor, error, num_cut = "", "", "", 0
-    sampling = SamplingParams(player.max_response_tokens, player.stop_ids, temperature)
+    progress, outcome, error = _Progress(), "aborted", ""
     with player.engine.episode():
         try:
-            async with player.pool.environment() as env:
-                observation, info = await env.reset(task_id)
-                anchor, is_over = info["anchor"], False
-                while not is_over:
-                    prompt = build_prompt(
-                        player.template,
-                        player.tokenizer,
-                        records,
-                        observation,
-                        history_length=player.history_length,
-                        max_tokens=player.max_prompt_tokens,
-                    )
-                    num_cut += prompt.num_dropped > 0
-                    seed = request_seed(player.seed, key, len(steps))
-                    completion = await player.engine.generate(
-                        Request(prompt.ids, sampling, seed)
-                    )
-                    _check_version(completion.policy_version, versions, key, steps)
-                    parsed = parse_action(player.tokenizer.decode(completion.token_ids))
-                    reply = await env.step(parsed.action)
-                    next_observation, reward, terminated, truncated, info = reply
-                    not_executed = parsed.action and info["reason"]
-                    if not_executed:
-                        parsed = parsed._replace(code="not_admissible")
-                    action = parsed.action or INVALID_ACTION
-                    steps.append(
-                        Step(
-                            observation=observation,
-                            anchor=anchor,
-                            prompt_ids=prompt.ids,
-                            response_ids=completion.token_ids,
-                            logprobs=completion.logprobs,
-                            policy_version=completion.policy_version,
-                            finish_reason=completion.finish_reason,
-                            action=action,
-                            parse_code=parsed.code,
-                            is_action_valid=parsed.is_valid,
-                            reward=float(reward),
-                        )
-                    )
-                    records.append(Record(observation, action))
-                    observation, anchor = next_observation, info["anchor"]
-                    is_over = terminated or truncated
-            if info["won"]:
-                outcome = "success"
-            else:
-                outcome = "failure" if terminated else "truncated"
+            async with asyncio.timeout(player.episode_timeout) as cap:
+                outcome = await _play(
+                    player, task_id, key, temperature, versions, progress
+                )
         except (EnvironmentFailed, ConnectionError, TimeoutError) as failure:
             error = f"{type(failure).__name__}: {failure}"
+            if cap.expired():
+                error = (
+                    f"TimeoutError: took more than {player.episode_timeout:g} s "
+                    "(config.rollout.episode_timeout)"
+                )
     return Trajectory(
         task_id=task_id,
         group=key.group,
         rollout=key.rollout,
         outcome=outcome,
-        steps=tuple(steps),
-        final_observation=observation,
-        final_anchor=anchor,
-        prompts_truncated=num_cut,
+        steps=tuple(progress.steps),
+        final_observation=progress.observation,
+        final_anchor=progress.anchor,
+        prompts_truncated=progress.prompts_truncated,
         error=error,
     )
+
+
+async def _play(
+    player: Player,
+    task_id: str,
+    key: EpisodeKey,
+    temperature: float,
+    versions: range,
+    progress: _Progress,
+) -> Outcome:
+    """Steps through one episode; `progress` is up to date whenever this ends."""
+    sampling = SamplingParams(player.max_response_tokens, player.stop_ids, temperature)
+    parse = PARSERS[player.parser]
+    records: list[Record] = []
+    terminated = truncated = False
+    async with player.pool.environment() as env:
+        progress.observation, info = await env.reset(task_id)
+        progress.anchor = info["anchor"]
+        while not (terminated or truncated):
+            prompt = build_prompt(
+                player.template,
+                player.tokenizer,
+                records,
+                progress.observation,
+                history_length=player.history_length,
+                max_tokens=player.max_prompt_tokens,
+                admissible_actions=info["admissible_actions"],
+            )
+            progress.prompts_truncated += prompt.num_dropped > 0
+            seed = request_seed(player.seed, key, len(progress.steps))
+            completion = await player.engine.generate(
+                Request(prompt.ids, sampling, seed)
+            )
+            _check_completion(completion, versions, key, len(progress.steps))
+            # From here on text is for the environment alone: what is trained are the
+            # ids as they were sampled.
+            parsed = parse(player.tokenizer.decode(completion.token_ids))
+            observation, reward, terminated, truncated, info = await env.step(
+                parsed.action
+            )
+            played = settle(parsed, info["reason"])
+            progress.steps.append(
+                Step(
+                    observation=progress.observation,
+                    anchor=progress.anchor,
+                    prompt_ids=prompt.ids,
+                    response_ids=completion.token_ids,
+                    logprobs=completion.logprobs,
+                    policy_version=completion.policy_version,
+                    finish_reason=completion.finish_reason,
+                    action=played.action,
+                    parse_code=played.code,
+                    is_action_valid=played.is_valid,
+                    reward=float(reward),
+                )
+            )
+            records.append(Record(progress.observation, played.action))
+            progress.observation, progress.anchor = observation, info["anchor"]
+    if info["won"]:
+        return "success"
+    return "failure" if terminated else "truncated"
 
 
 async def collect(
@@ -152,6 +189,9 @@ async def collect(
 ) -> AsyncIterator[Group]:
     """Plays every task `group_size` times; yields each group when it is complete.
 
+    Whoever leaves the iterator early closes it (`contextlib.aclosing`): no episode
+    plays on then, nor after an error or a cancellation.
+
     Args:
         player: see there.
         task_ids: one group each; a task that comes twice makes two groups.
@@ -161,38 +201,47 @@ async def collect(
         versions: policy versions that may answer.
 
     Raises:
-        StaleRollout, UserError: as `run_episode`; no episode plays on.
+        StaleRollout, UserError: as `run_episode`.
         RuntimeError: if members of a group did not start from the same state.
     """
     if not task_ids:
         raise UserError("no task to collect: the environment's training split is empty")
 
-    async def run_group(group: int, task_id: str) -> Group:
-        episodes = [
+    def start(group: int, task_id: str, rollout: int) -> asyncio.Task:
+        key = EpisodeKey(TRAIN, update, group, rollout)
+        return asyncio.create_task(
             run_episode(
-                player,
-                task_id,
-                EpisodeKey(TRAIN, update, group, rollout),
-                temperature=temperature,
-                versions=versions,
+                player, task_id, key, temperature=temperature, versions=versions
             )
-            for rollout in range(group_size)
-        ]
+        )
+
+    async def complete(episodes: Sequence[asyncio.Task]) -> Group:
         members = tuple(await asyncio.gather(*episodes))
         _check_same_start(members)
         return members
 
-    groups = [
-        asyncio.ensure_future(run_group(index, task_id))
-        for index, task_id in enumerate(task_ids)
+    episodes = [
+        [start(group, task_id, rollout) for rollout in range(group_size)]
+        for group, task_id in enumerate(task_ids)
     ]
+    groups = [asyncio.create_task(complete(members)) for members in episodes]
     try:
         for group in asyncio.as_completed(groups):
             yield await group
     finally:
-        for group in groups:  # After an error or a cancellation, none plays on.
-            group.cancel()
-        await asyncio.gather(*groups, return_exceptions=True)
+        tasks = [*groups, *itertools.chain.from_iterable(episodes)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def collect_all(
+    player: Player, task_ids: Sequence[str], **settings
+) -> list[Group]:
+    """Returns all groups of `collect`, in the order of `task_ids`; same arguments."""
+    async with contextlib.aclosing(collect(player, task_ids, **settings)) as groups:
+        complete = [group async for group in groups]
+    return sorted(complete, key=lambda members: members[0].group)
 
 
 def request_seed(seed: int, key: EpisodeKey, step: int) -> int:
@@ -201,33 +250,35 @@ def request_seed(seed: int, key: EpisodeKey, step: int) -> int:
     return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
 
-def rollout_stats(groups: Iterable[Group]) -> dict[str, float]:
+def rollout_stats(groups: Sequence[Group]) -> dict[str, float]:
     """Fields of a metrics row; means are over the episodes that were not aborted."""
-    everyone = [trajectory for group in groups for trajectory in group]
-    played = [t for t in everyone if t.outcome != "aborted"]
-    steps = [step for trajectory in played for step in trajectory.steps]
-    num_played, num_steps = max(len(played), 1), max(len(steps), 1)
+    played = [[t for t in group if t.outcome != "aborted"] for group in groups]
+    episodes = list(itertools.chain.from_iterable(played))
+    steps = [step for trajectory in episodes for step in trajectory.steps]
+    num_episodes, num_steps = max(len(episodes), 1), max(len(steps), 1)
+    codes = collections.Counter(step.parse_code for step in steps)
     stats = {
-        "rollout/success_rate": sum(t.success for t in played) / num_played,
-        "rollout/return": sum(t.episode_return for t in played) / num_played,
-        "rollout/episode_steps": len(steps) / num_played,
-        "rollout/truncated": sum(t.outcome == "truncated" for t in played) / num_played,
-        "rollout/aborted": len(everyone) - len(played),
-        "rollout/prompts_truncated": sum(t.prompts_truncated for t in played),
+        "rollout/success_rate": sum(t.success for t in episodes) / num_episodes,
+        "rollout/return": sum(t.episode_return for t in episodes) / num_episodes,
+        "rollout/episode_steps": len(steps) / num_episodes,
+        "rollout/truncated": sum(t.outcome == "truncated" for t in episodes)
+        / num_episodes,
+        "rollout/aborted": sum(len(group) for group in groups) - len(episodes),
+        "rollout/prompts_truncated": sum(t.prompts_truncated for t in episodes),
         "rollout/steps": len(steps),
         "rollout/prompt_tokens": sum(len(s.prompt_ids) for s in steps),
         "rollout/response_tokens": sum(len(s.response_ids) for s in steps),
         "rollout/invalid_share": sum(not s.is_action_valid for s in steps) / num_steps,
-        "groups/size_min": min(
-            (sum(t.outcome != "aborted" for t in group) for group in groups), default=0
-        ),
+        # Steps that left the environment as it was: the policy runs in a circle.
+        "rollout/noop_share": sum(map(_count_noops, episodes)) / num_steps,
+        "groups/size_min": min(map(len, played), default=0),
     }
-    reasons = collections.Counter(s.parse_code for s in steps if s.parse_code != "ok")
-    return stats | {f"invalid/{code}": n / num_steps for code, n in reasons.items()}
+    stats |= {f"invalid/{code}": codes[code] / num_steps for code in CODES[1:]}
+    return {name: float(value) for name, value in stats.items()}
 
 
 def check_replies(
-    groups: Iterable[Group], tokenizer: Tokenizer, max_invalid_share: float
+    groups: Sequence[Group], tokenizer: Tokenizer, max_invalid_share: float
 ) -> None:
     """Refuses to train a policy whose replies are hardly ever in the right format.
 
@@ -241,7 +292,7 @@ def check_replies(
     if len(invalid) <= max_invalid_share * len(steps):
         return
     reasons = collections.Counter(step.parse_code for step in invalid).most_common(3)
-    samples = [tokenizer.decode(step.response_ids) for step in invalid[:3]]
+    samples = [tokenizer.decode(s.response_ids)[:_SAMPLE_LENGTH] for s in invalid[:3]]
     raise UserError(
         f"{len(invalid)} of {len(steps)} replies have no readable action, more than "
         f"config.rollout.max_invalid_share={max_invalid_share} allows; reasons: "
@@ -263,19 +314,34 @@ def check_any_played(groups: Sequence[Group]) -> None:
         raise UserError(f"all {len(everyone)} episodes were aborted: {reasons}")
 
 
-def _check_version(version: int, versions: range, key: EpisodeKey, steps) -> None:
-    if version not in versions:
+def _check_completion(
+    completion: Completion, versions: range, key: EpisodeKey, step: int
+) -> None:
+    """Refuses a reply of the wrong policy, or one that cannot be trained on."""
+    if completion.policy_version not in versions:
         raise StaleRollout(
-            f"policy version {version} answered step {len(steps)} of {key}; allowed "
-            f"are {versions.start} to {versions.stop - 1} "
+            f"policy version {completion.policy_version} answered step {step} of "
+            f"{key}; allowed are {versions.start} to {versions.stop - 1} "
             "(config.rollout.max_policy_lag)"
+        )
+    num_tokens, num_logprobs = len(completion.token_ids), len(completion.logprobs)
+    if num_tokens != num_logprobs or num_tokens == 0:
+        raise ValueError(
+            f"the engine answered step {step} of {key} with token_ids [tokens="
+            f"{num_tokens}] and logprobs [tokens={num_logprobs}]; every token needs "
+            "the log-probability that it was sampled with, and there must be one token"
         )
 
 
 def _check_same_start(members: Group) -> None:
-    starts = {m.steps[0].anchor for m in members if m.steps}
+    starts = {(m.steps[0].observation, m.steps[0].anchor) for m in members if m.steps}
     if len(starts) > 1:
         raise RuntimeError(
             f"task {members[0].task_id!r} started from {len(starts)} different states "
             "in one group; an environment must give equal ids equal episodes"
         )
+
+
+def _count_noops(trajectory: Trajectory) -> int:
+    anchors = [step.anchor for step in trajectory.steps] + [trajectory.final_anchor]
+    return sum(a == b for a, b in itertools.pairwise(anchors))
