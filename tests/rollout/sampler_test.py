@@ -283,9 +283,7 @@ def test_published_copy_survives_donation_on_any_mesh(params):
         "repeated": jax.sharding.NamedSharding(mesh, spec()),
         "sharded": jax.sharding.NamedSharding(mesh, spec("fsdp")),
     }
-    overwrite = jax.jit(
-        lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0
-    )
+    overwrite = jax.jit(lambda leaf: leaf + 1, donate_argnums=0)
     requests = make_requests(3)
     expected = complete(params, requests)
     for name, place in places.items():
