@@ -44,20 +44,49 @@ def default_config() -> ConfigDict:
 
     config.advantage = ConfigDict()
     config.advantage.name = "crbc"  # A row of crbc_jax.advantages.ESTIMATORS.
-    # A sub-config an estimator, with the options that it takes; filled in by
-    # tests/config_test.py's rule: equal to the defaults of its function.
+    # A sub-config an estimator: its options, with the defaults of its function. An
+    # option means the same wherever it appears.
     config.advantage.crbc = ConfigDict()
     config.advantage.crbc.beta = 0.98  # Discount of the closure, a transition.
     config.advantage.crbc.depth = -1  # Bellman backups; -1 is the full closure.
     config.advantage.crbc.sigma_min = 0.1  # Floor of the credit's scale.
-    config.advantage.crbc.group_weight = 1.0
-    config.advantage.crbc.step_weight = 5.0
-    config.advantage.crbc.stat_weighting = "trajectories"
+    config.advantage.crbc.group_weight = 1.0  # Of the trajectory's advantage.
+    config.advantage.crbc.step_weight = 5.0  # Of the step's.
+    config.advantage.crbc.stat_weighting = "trajectories"  # What counts once in group
+    # statistics; "steps": long trajectories weigh more, as in verl-agent.
     config.advantage.crbc.invalid_action_penalty = 0.1  # Reward units a step.
     config.advantage.grpo = ConfigDict()
     config.advantage.grpo.stat_weighting = "trajectories"
-    config.advantage.grpo.normalization = "mean_std"
+    config.advantage.grpo.normalization = "mean_std"  # "mean": no division (Dr.GRPO).
     config.advantage.grpo.invalid_action_penalty = 0.1
+    for name in ("rloo", "reinforce_pp", "reinforce_pp_baseline"):
+        config.advantage[name] = ConfigDict()
+        config.advantage[name].stat_weighting = "trajectories"
+        config.advantage[name].invalid_action_penalty = 0.1
+    for name in ("gigpo", "hgpo", "graphgpo", "migpo", "g2po", "gated_bepo"):
+        config.advantage[name] = ConfigDict()
+        config.advantage[name].discount = 0.95  # An environment step.
+        config.advantage[name].normalization = "mean_std"
+        config.advantage[name].stat_weighting = "trajectories"
+        config.advantage[name].invalid_action_penalty = 0.1
+    for name in ("gigpo", "graphgpo", "migpo", "g2po"):
+        config.advantage[name].step_weight = 1.0
+    config.advantage.hgpo.history_length = 2  # Anchors before the current one.
+    config.advantage.hgpo.length_weight_alpha = 1.0  # Longer histories weigh more.
+    config.advantage.hgpo.base_group = False  # Include the trajectory's advantage.
+    config.advantage.graphgpo.discount = 0.1  # WebShop 0.2, Sokoban 0.8.
+    config.advantage.graphgpo.normalize_distance = False  # Progress, not distance.
+    config.advantage.graphgpo.success_reward = 10.0  # Reward units.
+    config.advantage.graphgpo.episode_weight = 1.0
+    config.advantage.migpo.milestone_reward = 10.0
+    config.advantage.g2po.success_reward = 10.0
+    config.advantage.gated_bepo.gae_lambda = 0.95
+    config.advantage.gated_bepo.mix = 0.5  # Share of Bellman credit where gated.
+    config.advantage.rtmc = ConfigDict()
+    config.advantage.rtmc.discount = 0.95
+    config.advantage.proas = ConfigDict()
+    config.advantage.proas.base = "grpo"  # Estimator that it re-weights, with the
+    # options of that one's sub-config.
 
     config.loss = ConfigDict()
     config.loss.clip_low = 0.2

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -18,6 +19,7 @@ from crbc_jax.background import Background
 from crbc_jax.envs.pool import EnvPool
 from crbc_jax.evaluate import EvalResult, evaluate
 from crbc_jax.graph.batch import build_batch, columns_of
+from crbc_jax.kernels.closure import closure_credit
 from crbc_jax.learner.warm_start import Demonstration
 from crbc_jax.metrics import Progress
 from crbc_jax.models.config import DecoderConfig
@@ -27,6 +29,9 @@ from crbc_jax.rollout import make_engine
 from crbc_jax.rollout.collect import EVAL, EpisodeKey, Player, collect, run_episode
 from crbc_jax.rollout.prompts import PROMPTS, Record, Template, build_prompt
 from crbc_jax.types import Group, UserError
+
+
+_closure_credit = jax.jit(closure_credit)
 
 
 class Clock:
@@ -143,8 +148,8 @@ class Rollouts:
     def engine_stats(self) -> dict[str, float]:
         """Counters of the engine since the last call, as fields of a metrics row."""
         return {
-            # Seconds depend on the machine, and are named so that nobody compares them.
-            ("seconds/engine" if name == "seconds" else f"engine/{name}"): value
+            # Part of the rollout's seconds; named so that nobody compares them.
+            ("seconds/rollout/engine" if name == "seconds" else f"engine/{name}"): value
             for name, value in self._player.engine.stats().items()
         }
 
@@ -238,6 +243,7 @@ class Credit:
     def __init__(self, config: ConfigDict):
         """Takes `config.advantage`."""
         self._estimate = make_estimator(config)
+        self._beta = config.crbc.beta
 
     def __call__(
         self, groups: Sequence[Group]
@@ -248,7 +254,16 @@ class Credit:
         """
         batch, order = build_batch(columns_of(groups))
         advantages = order.unpad(self._estimate(batch))
-        return advantages, {"advantage": advantages}, {}
+        closure = _closure_credit(batch, beta=self._beta)
+        columns = {
+            name: order.unpad(getattr(closure, name))
+            for name in ("value", "action_value", "credit")
+        }
+        return (
+            advantages,
+            columns | {"advantage": advantages},
+            {"credit/residual": float(np.max(closure.residual))},
+        )
 
 
 def task_schedule(

@@ -14,7 +14,6 @@ from crbc_jax.learner.sharding import make_mesh
 from crbc_jax.metrics import CompileCounter, MetricsWriter, Progress
 from crbc_jax.models.decoder import init_params
 from crbc_jax.models.pretrained import load_model
-from crbc_jax.report import write_report
 from crbc_jax.rollout.collect import check_any_played, check_replies, rollout_stats
 from crbc_jax.stages import Clock, Credit, Rollouts
 from crbc_jax.types import TrainState, UserError
@@ -104,19 +103,24 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
                 rollouts.finish_ahead()
             with clock("publish"):
                 rollouts.publish(state.params, update + 1)
-            scalars |= rollout_stats(groups) | rollouts.engine_stats() | packed
+            scalars |= rollout_stats(groups) | rollouts.engine_stats()
+            scalars |= {f"batch/{name}": value for name, value in packed.items()}
             scalars |= {f"learner/{name}": value for name, value in losses.items()}
             is_last = update + 1 == num_updates
-            if is_last or (update + 1) % config.evaluate.every == 0:
+            is_evaluated = is_last or (update + 1) % config.evaluate.every == 0
+            if is_evaluated:
                 scalars |= evaluate(update + 1)
             scalars["compilations"] = compiles.count
             metrics.write(update + 1, scalars | clock.read())
             progress.show("updates", update + 1, _note(scalars))
-            if is_last or stop.number or (update + 1) % config.checkpoint.every == 0:
+            is_due = (update + 1) % config.checkpoint.every == 0
+            if is_due or is_evaluated or stop.number:
                 save(update + 1, scalars)
             if stop.number and not is_last:
                 raise Interrupted(stop.number)
         progress.finish("updates")
+        from crbc_jax.report import write_report  # Loads matplotlib.
+
         report = write_report(path, command=command)
         progress.say(f"{workdir.summary()}\nreport: {report}")
 

@@ -12,10 +12,11 @@ import pathlib
 import signal
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
-from crbc_jax.plan import ConfigError, make_plan
+from crbc_jax.plan import make_plan
+from crbc_jax.types import UserError
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, and `:variant` if it has any.", lock_config=True
@@ -34,6 +35,8 @@ def default_workdir(config_path: str) -> pathlib.Path:
 def main(_) -> None:
     config_path = flags.FLAGS["config"].config_filename
     workdir = pathlib.Path(_WORKDIR.value or default_workdir(config_path))
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # Orbax tells of every file it writes.
     print(make_plan(_CONFIG.value, workdir), flush=True)
 
     # Only now: these load JAX, Flax, Optax and Orbax, which takes seconds.
@@ -42,7 +45,7 @@ def main(_) -> None:
     try:
         train(_CONFIG.value, workdir, command=" ".join(["python", *sys.argv]))
     except Interrupted as stop:
-        print(f"\n{stop}", file=sys.stderr)
+        print("\nstopped; the same command continues", file=sys.stderr)
         sys.exit(128 + stop.signal_number)
 
 
@@ -62,7 +65,7 @@ def parse_flags(argv):
 if __name__ == "__main__":
     try:
         app.run(main, flags_parser=parse_flags)
-    except (ConfigError, OSError) as error:
+    except (UserError, OSError) as error:
         sys.exit(f"run.py: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

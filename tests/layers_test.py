@@ -28,7 +28,9 @@ ARROWS = {
     "evaluate": {"envs", "rollout", "types"},
     "figures": {"types"},
     "report": {"figures", "metrics", "types"},
-    "train": None,  # May import all.
+    "workdir": {"checkpoint", "evaluate", "trajectories", "types"},
+    "stages": None,  # May import all, as may the loop over them.
+    "train": None,
     "__init__": {"credit"},
 }
 
