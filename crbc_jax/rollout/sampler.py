@@ -50,7 +50,7 @@ class Sampler:
         *,
         max_prompt_tokens: int,
         max_response_tokens: int,
-        row_buckets: Sequence[int] = (32, 128, 256),
+        row_buckets: Sequence[int] = (32, 128),
         num_prompt_buckets: int = 4,
         devices: Sequence[jax.Device] | None = None,
     ):

@@ -1,4 +1,7 @@
 import asyncio
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -58,3 +61,13 @@ def test_engines_are_made_by_name():
     config.engine = "smapler"
     with pytest.raises(ValueError, match="rollout.engine='smapler'"):
         make_engine(config, model)
+
+
+def test_importing_models_and_engines_touches_no_device():
+    code = (
+        "import crbc_jax.models.pretrained, crbc_jax.rollout.sampler\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge.backends_are_initialized()\n"
+    )
+    root = pathlib.Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=120)
