@@ -77,16 +77,21 @@ class Background:
         while not future.done():
             concurrent.futures.wait([future], timeout=_POLL_SECONDS)
             if self._stop.number and not future.done():
-                future.cancel()
-                self.run(self._cancelled())
+                self.cancel(future)
                 raise Interrupted(self._stop.number)
         return future.result()
+
+    def cancel(self, future: concurrent.futures.Future) -> None:
+        """Ends what `start` began; returns when it has cleaned up."""
+        future.cancel()
+        self.run(_others_ended())
 
     def run(self, work: Coroutine) -> Any:
         """Runs `work` to its end, whatever signal comes."""
         return self.start(work).result()
 
-    async def _cancelled(self) -> None:
-        """Returns when every other task of the loop has ended."""
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.gather(*others, return_exceptions=True)
+
+async def _others_ended() -> None:
+    """Returns when every other task of the loop has ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)

@@ -14,13 +14,12 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from crbc_jax.advantages import bind
+from crbc_jax.advantages import WITHOUT_GROUP, bind
 from crbc_jax.graph.batch import build_batch
 from crbc_jax.kernels.closure import MAX_RESIDUAL, closure_credit
 from crbc_jax.types import TransitionBatch
 
-# Methods that compare with nobody of the own group, and those that read no reward.
-_WITHOUT_GROUP = ("reinforce_pp",)
+# Methods that read no reward but the outcome.
 _OUTCOME_ONLY = ("rtmc",)
 
 
@@ -73,7 +72,7 @@ def step_advantages(
         options["depth"] = _depth(options["depth"])
     estimate = bind(estimator, options)
     batch, order = build_batch(steps)
-    if estimator not in _WITHOUT_GROUP:
+    if estimator not in WITHOUT_GROUP:
         _check_groups(batch, order.group_ids)
     if estimator in _OUTCOME_ONLY and np.any(batch.reward[~batch.is_last]):
         warnings.warn(

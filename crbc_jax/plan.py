@@ -8,7 +8,10 @@ import pathlib
 from ml_collections import ConfigDict
 
 from crbc_jax import envs
+from crbc_jax.advantages import ANNOTATED, WITHOUT_GROUP, make_estimator
 from crbc_jax.models.config import count_params, load_config
+from crbc_jax.rollout import ENGINES
+from crbc_jax.rollout.prompts import PROMPTS
 from crbc_jax.types import UserError
 
 _QUICKSTART = "python experiments/run.py --config=configs/quickstart.py"
@@ -158,14 +161,15 @@ def _check_numbers(config: ConfigDict) -> None:
         section, leaf = field.split(".")
         need(config[section][leaf] >= 1, field, "must be at least 1")
     need(
-        config.rollout.group_size >= 2,
+        config.rollout.group_size >= 1 + (config.advantage.name not in WITHOUT_GROUP),
         "rollout.group_size",
-        "a group estimator compares the rollouts of a task, so it needs at least 2",
+        f"{config.advantage.name!r} compares the rollouts of a task: at least 2",
     )
     need(
-        0 < config.advantage.crbc.beta <= 1,
-        "advantage.crbc.beta",
-        "must lie in (0, 1]; the paper uses 0.98",
+        config.advantage.name not in ANNOTATED,
+        "advantage.name",
+        "needs annotations of each step that no environment here gives; it is for "
+        "crbc_jax.step_advantages on your own rollouts",
     )
     need(
         config.rollout.max_policy_lag in (0, 1),
@@ -192,7 +196,13 @@ def _check_numbers(config: ConfigDict) -> None:
         "learner.old_logprobs",
         'rollouts of an older policy (config.rollout.max_policy_lag=1) need "sampled"',
     )
+    try:
+        make_estimator(config.advantage)
+    except ValueError as error:
+        raise ConfigError(f"config.advantage: {error}") from error
     choices = {
+        "rollout.engine": ENGINES,
+        "rollout.prompt": PROMPTS,
         "loss.ratio": ("token", "step", "step_mean"),
         "loss.aggregation": ("group_step", "token_mean"),
         "loss.degenerate_groups": ("keep", "drop_pg", "drop_all"),

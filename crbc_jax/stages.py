@@ -30,7 +30,6 @@ from crbc_jax.rollout.collect import EVAL, EpisodeKey, Player, collect, run_epis
 from crbc_jax.rollout.prompts import PROMPTS, Record, Template, build_prompt
 from crbc_jax.types import Group, UserError
 
-
 _closure_credit = jax.jit(closure_credit)
 
 
@@ -102,7 +101,7 @@ class Rollouts:
 
     def __exit__(self, *_) -> None:
         if self._running is not None:  # After an error.
-            self._running[1].cancel()
+            self._background.cancel(self._running[1])
         self._background.run(self._player.engine.close())
         self._background.run(self._player.pool.__aexit__())
 

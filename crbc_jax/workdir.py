@@ -40,7 +40,12 @@ class Workdir:
             "tasks": dict(digests),
         }
         self._check_owner()
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--workdir={str(path)!r} cannot be made: {error}; choose another"
+            ) from error
         (path / "run.json").write_text(json.dumps(self._identity, indent=1))
         (path / "config.json").write_text(config.to_json(indent=1))
         self._checkpoints = Checkpointer(path, keep_last=config.checkpoint.keep_last)

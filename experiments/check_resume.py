@@ -1,4 +1,4 @@
-"""Kills a run at random moments and checks that what comes out is the same, bit for bit.
+"""Kills a run at random moments; what comes out must be the same, bit for bit.
 
     python experiments/check_resume.py --kills=20 --max_policy_lag=1
 

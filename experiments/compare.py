@@ -15,9 +15,10 @@ import pathlib
 import subprocess
 import sys
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
+from crbc_jax import command_line
 from crbc_jax.advantages import ESTIMATORS
 from crbc_jax.types import UserError
 
@@ -158,7 +159,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        app.run(main)
-    except UserError as error:
-        sys.exit(f"compare.py: {error}")
+    command_line.start(main, ["config=configs/quickstart.py:hard"])

@@ -8,12 +8,11 @@ of each task to evaluation-STEP-tTEMPERATURE.json in the workdir.
 
 import json
 import pathlib
-import signal
-import sys
 
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import ConfigDict
 
+from crbc_jax import command_line
 from crbc_jax.types import UserError
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Workdir of a run.")
@@ -115,7 +114,6 @@ def print_table(result, title: str) -> None:
 
 
 def main(_) -> None:
-    logging.set_verbosity(logging.WARNING)  # JAX and Orbax tell every step they do.
     workdir = pathlib.Path(_WORKDIR.value)
     config = read_config(workdir)
 
@@ -141,23 +139,5 @@ def main(_) -> None:
     print(f"wrote {path}")
 
 
-def parse_flags(argv):
-    """Reads the command line; a flag that cannot be read is a one-line error."""
-    try:
-        arguments = flags.FLAGS(argv)
-        if _WORKDIR.value is None:
-            raise flags.IllegalFlagValueError(
-                "--workdir is missing, e.g. --workdir=runs/quickstart"
-            )
-        return arguments
-    except flags.Error as error:
-        sys.exit(f"evaluate.py: {error}")
-
-
 if __name__ == "__main__":
-    try:
-        app.run(main, flags_parser=parse_flags)
-    except (UserError, OSError) as error:
-        sys.exit(f"evaluate.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    command_line.start(main, ["workdir=runs/quickstart"])

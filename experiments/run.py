@@ -9,14 +9,13 @@ can be changed after the config file: `--config.learner.num_updates=60`; repeat
 
 import datetime
 import pathlib
-import signal
 import sys
 
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
+from crbc_jax import command_line
 from crbc_jax.plan import make_plan
-from crbc_jax.types import UserError
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Config file, and `:variant` if it has any.", lock_config=True
@@ -35,8 +34,6 @@ def default_workdir(config_path: str) -> pathlib.Path:
 def main(_) -> None:
     config_path = flags.FLAGS["config"].config_filename
     workdir = pathlib.Path(_WORKDIR.value or default_workdir(config_path))
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # Orbax tells of every file it writes.
     print(make_plan(_CONFIG.value, workdir), flush=True)
 
     # Only now: these load JAX, Flax, Optax and Orbax, which takes seconds.
@@ -49,23 +46,5 @@ def main(_) -> None:
         sys.exit(128 + stop.signal_number)
 
 
-def parse_flags(argv):
-    """Reads the command line; a config that cannot be loaded is a one-line error."""
-    try:
-        flags.FLAGS(argv)
-        if _CONFIG.value is None:
-            raise flags.IllegalFlagValueError(
-                "--config is missing, e.g. --config=configs/quickstart.py"
-            )
-        return argv
-    except (OSError, AttributeError, TypeError, ValueError, flags.Error) as error:
-        sys.exit(f"run.py: {error}")
-
-
 if __name__ == "__main__":
-    try:
-        app.run(main, flags_parser=parse_flags)
-    except (UserError, OSError) as error:
-        sys.exit(f"run.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    command_line.start(main, ["config=configs/quickstart.py"])

@@ -19,12 +19,14 @@ ARROWS = {
     "advantages": {"kernels", "types"},
     "learner": {"models", "types"},
     "background": set(),
+    "command_line": {"types"},
     "checkpoint": {"types"},
     "metrics": {"types"},
     "trajectories": {"types"},
     # The notebook's door: columns in, advantages out.
     "credit": {"advantages", "graph", "kernels", "types"},
-    "plan": {"config", "envs", "models", "types"},
+    # Checks names in every table before a run begins.
+    "plan": {"advantages", "envs", "models", "rollout", "types"},
     "evaluate": {"envs", "rollout", "types"},
     "figures": {"types"},
     "report": {"figures", "metrics", "types"},

@@ -45,6 +45,11 @@ ESTIMATORS = {
     "rtmc": rtmc_advantages,
 }
 
+# Compare with nobody of their own group.
+WITHOUT_GROUP = ("reinforce_pp",)
+# Need columns that the trainer's environments do not give (see `step_advantages`).
+ANNOTATED = ("migpo", "proas")
+
 # What each option may be: a test, and the same in words. An option means the same
 # in every method that has it.
 _RULES = {
