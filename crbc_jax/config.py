@@ -108,7 +108,7 @@ def default_config() -> ConfigDict:
     config.learner.old_logprobs = "recomputed"  # Or "sampled" (the engine's).
     config.learner.minibatch_groups = 0  # Groups an optimiser step; 0: all.
     config.learner.minibatch_rows = 0  # Environment steps an optimiser step; 0: off.
-    config.learner.microbatch_rows = 256  # Rows at once on all devices together.
+    config.learner.microbatch_rows = 64  # Rows at once on all devices together.
 
     config.mesh = ConfigDict()
     config.mesh.data = -1  # Devices along each axis; -1: all that remain.

@@ -13,8 +13,8 @@ from crbc_jax.kernels.returns import (
     has_company,
     normalize,
     penalize_invalid,
+    rows_ahead,
     set_sums,
-    shift_rows,
     steps_to_end,
     trajectory_totals,
 )
@@ -62,7 +62,7 @@ def g2po_advantages(
     visit = jnp.asarray(discount, returns.dtype) ** left * returns
     value = _anchor_means(visit, batch)
     final = jnp.where(batch.success, jnp.asarray(success_reward, value.dtype), 0)
-    next_value = jnp.where(batch.is_last, final, shift_rows(value, 1))
+    next_value = jnp.where(batch.is_last, final, rows_ahead(value, 1))
     node = anchor_advantages(
         penalize_invalid(next_value, batch, invalid_action_penalty),
         batch,

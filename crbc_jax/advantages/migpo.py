@@ -13,6 +13,7 @@ from crbc_jax.kernels.returns import (
     normalize,
     penalize_invalid,
     steps_to_end,
+    steps_until,
 )
 from crbc_jax.types import TransitionBatch
 
@@ -56,14 +57,13 @@ def migpo_advantages(
     reached = batch.mask & require_column(
         batch, "milestone_achieved", "migpo", "did the step reach the next milestone?"
     ).astype(bool)
-    row = jnp.broadcast_to(jnp.arange(num_rows), reached.shape)
-    reached_at = jnp.where(reached, row, num_rows)
-    steps = jax.lax.cummin(reached_at, axis=1, reverse=True) - row
+    steps = steps_until(reached)
     ahead = steps <= steps_to_end(batch)  # Else it is another trajectory's.
     power = jnp.asarray(discount, episode.dtype) ** steps.astype(episode.dtype)
     returns = jnp.where(ahead, milestone_reward * power, 0)
     before = jnp.cumsum(reached, axis=1, dtype=jnp.int32) - reached
-    segment = before - at_rows(before, row - jnp.where(batch.mask, batch.step, 0))
+    first_row = jnp.arange(num_rows) - jnp.where(batch.mask, batch.step, 0)
+    segment = before - at_rows(before, first_row)
     step = normalize(
         penalize_invalid(returns, batch, invalid_action_penalty),
         batch.mask,

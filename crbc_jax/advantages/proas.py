@@ -7,7 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from crbc_jax.advantages.extras import require_column
-from crbc_jax.kernels.returns import discounted_sums, trajectory_totals
+from crbc_jax.kernels.returns import (
+    at_rows,
+    discounted_sums,
+    set_sums,
+    trajectory_counts,
+)
 from crbc_jax.types import TransitionBatch
 
 BASE_COLUMN = "base_adv"  # As `base`: take the advantages from this extra column.
@@ -63,10 +68,11 @@ def _reweigh(
     dtype = batch.reward.dtype
     total, episode = total.astype(dtype), episode.astype(dtype)
     step = total - episode
-    drift = (batch.mask & ~advancing).astype(dtype)
-    future = discounted_sums(drift, batch, 1.0)
-    length = trajectory_totals(batch.mask.astype(dtype), batch)
-    sum_of_future = trajectory_totals(future, batch)
+    future = discounted_sums((~advancing).astype(dtype), batch, 1.0)
+    length = trajectory_counts(batch.mask, batch)
+    sum_of_future = at_rows(
+        set_sums(future, batch.trajectory, batch.num_trajectories), batch.trajectory
+    )
     weight = jnp.where(
         sum_of_future > 0, future * length / jnp.maximum(sum_of_future, 1), 1
     )

@@ -4,7 +4,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from crbc_jax.kernels.returns import at_rows, set_minima, shift_rows
+from crbc_jax.kernels.returns import (
+    at_rows,
+    num_doublings,
+    rows_ahead,
+    set_minima,
+    steps_until,
+)
 from crbc_jax.types import TransitionBatch
 
 
@@ -31,21 +37,20 @@ def success_distances(
     num_groups, num_rows = batch.mask.shape
     unreachable = jnp.int32(num_rows + batch.num_anchors)  # Beyond any distance.
     reaches_success = batch.mask & batch.is_last & batch.success
-    target_known = batch.mask & (batch.target >= 0) & (batch.target < batch.num_anchors)
-    links = _links(batch)
+    edges_left = steps_until(~_joins_next(batch))
 
     def target_distances(distances):
-        known = jnp.where(target_known, at_rows(distances, batch.target), unreachable)
-        return jnp.where(reaches_success, 0, known)
+        return jnp.where(reaches_success, 0, at_rows(distances, batch.target))
+
+    def carry_back(k, rows):
+        ahead = rows_ahead(rows, 1 << k) + (1 << k)
+        return jnp.where(edges_left >= (1 << k), jnp.minimum(rows, ahead), rows)
 
     def sweep(carry):
         distances, _ = carry
         rows = jnp.where(batch.mask, target_distances(distances) + 1, unreachable)
         rows = jnp.minimum(rows, at_rows(distances, batch.source))
-        for offset, linked in links:
-            ahead = shift_rows(rows, offset) + offset
-            rows = jnp.where(linked, jnp.minimum(rows, ahead), rows)
-        rows = jnp.where(batch.mask, rows, unreachable)
+        rows = jax.lax.fori_loop(0, num_doublings(rows), carry_back, rows)
         shorter = jnp.minimum(
             distances, set_minima(rows, batch.source, batch.num_anchors, unreachable)
         )
@@ -63,17 +68,7 @@ def success_distances(
     )
 
 
-def _links(batch):
-    """Offsets 1, 2, 4, ... and the rows from which that many edges join up."""
-    linked = (
-        batch.mask
-        & ~batch.is_last
-        & shift_rows(batch.mask, 1, fill=False)
-        & (batch.target == shift_rows(batch.source, 1, fill=-1))
-    )
-    links, offset = [], 1
-    while offset < batch.mask.shape[1]:
-        links.append((offset, linked))
-        linked = linked & shift_rows(linked, offset, fill=False)
-        offset *= 2
-    return links
+def _joins_next(batch: TransitionBatch) -> Bool[Array, "groups rows"]:
+    """Whether the next row is of the same trajectory and starts where this one led."""
+    same = batch.mask & ~batch.is_last
+    return same & (batch.target == rows_ahead(batch.source, 1))

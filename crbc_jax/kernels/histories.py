@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt
 
-from crbc_jax.kernels.returns import shift_rows
 from crbc_jax.types import TransitionBatch
 
 
@@ -26,7 +25,7 @@ def history_ids(
     for k in range(1, num_lengths):
         ids, exists = histories[-1]
         exists = mask & (batch.step >= k)
-        histories.append((intern_pairs(ids, shift_rows(ids, -1), exists), exists))
+        histories.append((intern_pairs(ids, jnp.roll(ids, 1, axis=1), exists), exists))
     return histories
 
 

@@ -23,17 +23,17 @@ EPSILON = 1e-6  # Added to every standard deviation, as in the published code.
 _WHITEN_EPSILON = 1e-8  # Added to the variance when whitening.
 
 
-def shift_rows(
-    values: Shaped[Array, "groups rows"], offset: int, fill=0
+def rows_ahead(
+    values: Shaped[Array, "groups rows"], offset: Int[Array, ""] | int
 ) -> Shaped[Array, "groups rows"]:
-    """Returns values[:, t + offset] at row t, `fill` where that is out of range."""
+    """Returns values[:, t + offset] at row t; past the end, whatever is last."""
     num_rows = values.shape[1]
-    # A negative offset looks back in time.
-    padded = jnp.pad(
-        values, ((0, 0), (max(-offset, 0), max(offset, 0))), constant_values=fill
-    )
-    start = max(offset, 0)
-    return padded[:, start : start + num_rows]
+    return values[:, jnp.minimum(jnp.arange(num_rows) + offset, num_rows - 1)]
+
+
+def num_doublings(values: Shaped[Array, "groups rows"]) -> int:
+    """Rounds after which steps of 1, 2, 4, ... rows have crossed the whole array."""
+    return (values.shape[1] - 1).bit_length()
 
 
 def at_rows(
@@ -57,16 +57,19 @@ def discounted_sums(
 
     By doubling: after k rounds a row holds the sum over the 2^k rows from itself on.
     The order of additions depends on the distance from t alone, so that two visits
-    with equal rewards ahead of them get bit-equal returns, which a scan from one
-    end of the batch does not give.
+    with equal rewards ahead of them get bit-equal returns, which a parallel scan over
+    the whole batch would not give.
     """
+    left = steps_to_end(batch)
+
+    def double(k, carry):
+        sums, power = carry
+        ahead = jnp.where(left >= (1 << k), rows_ahead(sums, 1 << k), 0)
+        return sums + power * ahead, power * power
+
     sums = jnp.where(batch.mask, values, 0)
     power = jnp.asarray(discount, sums.dtype)
-    for offset in _doublings(values.shape[1]):
-        ahead = jnp.where(_same_trajectory(batch, offset), shift_rows(sums, offset), 0)
-        sums = sums + power * ahead
-        power = power * power
-    return sums
+    return jax.lax.fori_loop(0, num_doublings(values), double, (sums, power))[0]
 
 
 def trajectory_totals(
@@ -77,27 +80,49 @@ def trajectory_totals(
     Adds with Knuth's error-free two-sum (TAOCP 2, 4.2.2, theorem B), so that the same
     rewards in another order give the same total.
     """
+    left = steps_to_end(batch)
+
+    def double(k, carry):
+        total, error = carry
+        inside = left >= (1 << k)
+        term = jnp.where(inside, rows_ahead(total, 1 << k), 0)
+        term_error = jnp.where(inside, rows_ahead(error, 1 << k), 0)
+        added = total + term
+        virtual = added - total
+        lost = (total - (added - virtual)) + (term - virtual)
+        return added, error + term_error + lost
+
     total = jnp.where(batch.mask, values, 0)
-    error = jnp.zeros_like(total)
-    for offset in _doublings(values.shape[1]):
-        same = _same_trajectory(batch, offset)
-        term = jnp.where(same, shift_rows(total, offset), 0)
-        term_error = jnp.where(same, shift_rows(error, offset), 0)
-        raw = total + term
-        virtual = raw - total
-        lost = (total - (raw - virtual)) + (term - virtual)
-        total, error = raw, error + term_error + lost
-    return at_rows(total + error, _first_row(batch))
+    start = (total, jnp.zeros_like(total))
+    total, error = jax.lax.fori_loop(0, num_doublings(values), double, start)
+    first_row = jnp.arange(values.shape[1]) - jnp.where(batch.mask, batch.step, 0)
+    return at_rows(total + error, first_row)
+
+
+def trajectory_counts(
+    claims: Bool[Array, "groups rows"], batch: TransitionBatch
+) -> Float[Array, "groups rows"]:
+    """Counts the rows of each trajectory for which a claim holds, at each of them."""
+    ones = (batch.mask & claims).astype(batch.reward.dtype)
+    return at_rows(
+        set_sums(ones, batch.trajectory, batch.num_trajectories), batch.trajectory
+    )
+
+
+def steps_until(marked: Bool[Array, "groups rows"]) -> Int[Array, "groups rows"]:
+    """Counts rows from each to the next marked one, itself included (0).
+
+    Where none follows, the rows that are left, which no trajectory exceeds.
+    """
+    num_rows = marked.shape[1]
+    row = jnp.broadcast_to(jnp.arange(num_rows), marked.shape)
+    where = jnp.where(marked, row, num_rows)
+    return jax.lax.cummin(where, axis=1, reverse=True) - row
 
 
 def steps_to_end(batch: TransitionBatch) -> Int[Array, "groups rows"]:
     """Counts the rows of the trajectory that follow a row; 0 on its last row."""
-    num_rows = batch.mask.shape[1]
-    row = jnp.broadcast_to(jnp.arange(num_rows), batch.mask.shape)
-    last = jax.lax.cummin(
-        jnp.where(batch.is_last & batch.mask, row, num_rows), axis=1, reverse=True
-    )
-    return jnp.where(batch.mask, last - row, 0)
+    return jnp.where(batch.mask, steps_until(batch.mask & batch.is_last), 0)
 
 
 def scores(
@@ -114,12 +139,11 @@ def scores(
     counts, as in verl-agent (long trajectories weigh more).
     """
     returns = trajectory_totals(batch.reward, batch)
-    invalid = (batch.mask & ~batch.is_action_valid).astype(returns.dtype)
     if stat_weighting == "trajectories":
-        count = trajectory_totals(invalid, batch)
-        return returns - invalid_action_penalty * count, first_rows(batch)
+        num_invalid = trajectory_counts(~batch.is_action_valid, batch)
+        return returns - invalid_action_penalty * num_invalid, first_rows(batch)
     if stat_weighting == "steps":
-        return returns - invalid_action_penalty * invalid, batch.mask
+        return penalize_invalid(returns, batch, invalid_action_penalty), batch.mask
     raise ValueError(
         f"stat_weighting={stat_weighting!r}; known: ['steps', 'trajectories']"
     )
@@ -266,12 +290,17 @@ def token_gae(
     """
     rewards = jnp.where(mask, rewards, 0)
     values = jnp.where(mask, values, 0)
-    residual = rewards + discount * shift_rows(values, 1) - values
-    decay = jnp.asarray(discount * gae_lambda, residual.dtype)
-    advantages = jnp.where(mask, residual, 0)
-    for offset in _doublings(rewards.shape[1]):
-        advantages = advantages + decay * shift_rows(advantages, offset)
-        decay = decay * decay
+    next_values = jnp.pad(values[:, 1:], ((0, 0), (0, 1)))
+    residual = rewards + discount * next_values - values
+    residual = jnp.where(mask, residual, 0)
+
+    def recur(advantage, now):
+        advantage = now + discount * gae_lambda * advantage
+        return advantage, advantage
+
+    start = jnp.zeros_like(residual[:, 0])
+    _, advantages = jax.lax.scan(recur, start, residual.T, reverse=True)
+    advantages = advantages.T
     advantages = jnp.where(mask, advantages, 0)
     return advantages, jnp.where(mask, advantages + values, 0)
 
@@ -313,19 +342,3 @@ def _set_statistics(values, members, ids, num_ids):
     shifted = jnp.where(members, values - smallest, 0)
     mean = set_sums(shifted, ids, num_ids) / jnp.maximum(count, 1)
     return smallest, at_rows(count, ids), at_rows(mean, ids)
-
-
-def _first_row(batch):
-    return jnp.arange(batch.mask.shape[1]) - jnp.where(batch.mask, batch.step, 0)
-
-
-def _same_trajectory(batch, offset):
-    return (
-        batch.mask
-        & shift_rows(batch.mask, offset, fill=False)
-        & (shift_rows(batch.trajectory, offset, fill=-1) == batch.trajectory)
-    )
-
-
-def _doublings(length):
-    return [1 << k for k in range((length - 1).bit_length())]
