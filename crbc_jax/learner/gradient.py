@@ -153,7 +153,7 @@ def apply_gradient(
         The state, and `grad_norm` (before clipping), `nonfinite` and `skipped` (1 or
         0; skipped counts the unwanted ones alone).
     """
-    grad_norm = optax.global_norm(gradient)
+    grad_norm = optax.tree.norm(gradient)
     is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
     stepped = state._replace(

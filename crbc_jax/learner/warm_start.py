@@ -100,8 +100,7 @@ def make_warm_start_step(
     """Returns the jitted step (state, rows) -> (state, scalars).
 
     Rows are [microbatches, rows, ...]; the state, which has no reference, is donated.
-    Scalars: `loss` (nats a token, averaged
-    over rows) and those of `gradient.apply_gradient`.
+    Scalars: `loss` (nats a token, rows alike) and those of `gradient.apply_gradient`.
     """
     abstract = gradient.abstract_state(
         decoder_config, optimizer, mesh, keep_reference=False

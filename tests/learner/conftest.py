@@ -1,6 +1,7 @@
 """Synthetic trajectories and a very small model for the learner's tests."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -46,17 +47,22 @@ def make_trajectory(group, rollout, steps, outcome="failure"):
 
 @pytest.fixture(scope="session")
 def make_groups():
-    """Returns a function: [[steps of a rollout, ...] of a group, ...] -> groups."""
+    """Returns a function: [[steps of a rollout, ...] of a group, ...] -> groups.
+
+    Prompts have 3 to 8 tokens (at least one has 8, so that all batches share their
+    bucket), replies 1 to 3.
+    """
 
     def make(num_steps, seed=0):
         random = np.random.default_rng(seed)
+        prompts = itertools.chain([8], iter(lambda: random.integers(3, 9), None))
         return [
             tuple(
                 make_trajectory(
                     group,
                     rollout,
                     [
-                        make_step(random, *random.integers([3, 1], [9, 4]))
+                        make_step(random, next(prompts), random.integers(1, 4))
                         for _ in range(count)
                     ],
                 )
