@@ -9,6 +9,7 @@ import pathlib
 from ml_collections import ConfigDict
 
 from crbc_jax.background import Background, Interrupted, StopSignal
+from crbc_jax.checkpoint import Checkpointer
 from crbc_jax.learner.learner import make_learner
 from crbc_jax.learner.sharding import make_mesh
 from crbc_jax.metrics import CompileCounter, MetricsWriter, Progress
@@ -128,6 +129,12 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
 def start(config, decoder_config, learner, rollouts, progress) -> TrainState:
     """Draws fresh parameters, and warms them up on demonstrations if asked to."""
     settings = config.warm_start
+    if settings.directory:
+        progress.say(f"warm start: parameters of {settings.directory}")
+        saved = Checkpointer(settings.directory, keep_last=1)
+        return learner.init_state(
+            saved.restore_params(0, learner.abstract_state.params)
+        )
     params = init_params(decoder_config, config.seed)
     if num_steps := settings.steps + settings.noise_steps:
         progress.start("warm start", num_steps)
