@@ -35,6 +35,9 @@ def default_config() -> ConfigDict:
     config.rollout.group_size = 8  # Episodes of each task.
     config.rollout.temperature = 1.0
     config.rollout.prompt = "sokoban_compact"  # A row of rollout.prompts.PROMPTS.
+    config.rollout.parser = "strict"  # Or "lenient", the published rule.
+    config.rollout.episode_timeout = 3600.0  # Seconds an episode may take; then it is
+    # aborted. Generous: it is for engines that never answer.
     config.rollout.history_length = 0  # Observation-action records in the prompt.
     config.rollout.max_prompt_tokens = 16
     config.rollout.max_response_tokens = 4

@@ -11,6 +11,7 @@ from crbc_jax import envs
 from crbc_jax.advantages import ANNOTATED, WITHOUT_GROUP, make_estimator
 from crbc_jax.models.config import count_params, load_config
 from crbc_jax.rollout import ENGINES
+from crbc_jax.rollout.actions import PARSERS
 from crbc_jax.rollout.prompts import PROMPTS
 from crbc_jax.types import UserError
 
@@ -203,6 +204,7 @@ def _check_numbers(config: ConfigDict) -> None:
     choices = {
         "rollout.engine": ENGINES,
         "rollout.prompt": PROMPTS,
+        "rollout.parser": PARSERS,
         "loss.ratio": ("token", "step", "step_mean"),
         "loss.aggregation": ("group_step", "token_mean"),
         "loss.degenerate_groups": ("keep", "drop_pg", "drop_all"),

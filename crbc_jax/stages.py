@@ -27,7 +27,13 @@ from crbc_jax.models.tokenizer import Tokenizer
 from crbc_jax.plan import env_options
 from crbc_jax.rollout import make_engine
 from crbc_jax.rollout.collect import EVAL, EpisodeKey, Player, collect, run_episode
-from crbc_jax.rollout.prompts import PROMPTS, Record, Template, build_prompt
+from crbc_jax.rollout.prompts import (
+    PROMPTS,
+    Record,
+    build_prompt,
+    encode_reply,
+    stop_ids,
+)
 from crbc_jax.types import Group, UserError
 
 _closure_credit = jax.jit(closure_credit)
@@ -89,8 +95,10 @@ class Rollouts:
             history_length=config.rollout.history_length,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
-            stop_ids=_stop_ids(tokenizer, template),
+            stop_ids=stop_ids(template, tokenizer),
             seed=config.seed,
+            parser=config.rollout.parser,
+            episode_timeout=config.rollout.episode_timeout,
         )
         self._ahead: tuple[int, list[Group]] | None = None  # Collected ahead.
         self._running = None  # The collection of the next update, at lag 1.
@@ -197,6 +205,7 @@ class Rollouts:
                     step.observation,
                     history_length=player.history_length,
                     max_tokens=player.max_prompt_tokens,
+                    admissible_actions=step.info["admissible_actions"],
                 )
                 actions = step.info["admissible_actions"] or [step.action]
                 steps.append(
@@ -211,7 +220,7 @@ class Rollouts:
 
     def _reply(self, action: str) -> np.ndarray:
         player = self._player
-        ids = player.tokenizer.encode(player.template.reply(action))
+        ids = encode_reply(player.template, player.tokenizer, action)
         if len(ids) > player.max_response_tokens:
             raise UserError(
                 f"config.rollout.max_response_tokens={player.max_response_tokens}: the "
@@ -281,9 +290,3 @@ def task_schedule(
         task_ids[orders[number // len(task_ids)][number % len(task_ids)]]
         for number in numbers
     ]
-
-
-def _stop_ids(tokenizer: Tokenizer, template: Template) -> tuple[int, ...]:
-    """What ends a reply: the template's last token, or the model's end token."""
-    end = tokenizer.id_of(template.end)
-    return (end,) if tokenizer.eos_id is None else (end, tokenizer.eos_id)

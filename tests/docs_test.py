@@ -25,7 +25,10 @@ def corridor(monkeypatch):
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], module.__dict__)
     monkeypatch.setitem(envs.ENVIRONMENTS, "corridor", "corridor")
     template = prompts.Template(
-        lambda records, text: text, lambda a: f"<action>{a}</action>", "</action>"
+        lambda scene: scene.observation,
+        lambda action: f"<action>{action}</action>",
+        end="</action>",
+        is_message=False,
     )
     monkeypatch.setitem(prompts.PROMPTS, "corridor", template)
 
