@@ -6,6 +6,7 @@ Trains once without a stop, and once killed with SIGKILL `--kills` times and con
 by the same command; then compares parameters, metrics and rollouts.
 """
 
+import json
 import pathlib
 import random
 import subprocess
@@ -13,22 +14,29 @@ import sys
 import tempfile
 import time
 
+import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
+from ml_collections import ConfigDict
 
+from crbc_jax import command_line
 from crbc_jax.checkpoint import Checkpointer
+from crbc_jax.learner.learner import make_learner
+from crbc_jax.learner.sharding import make_mesh
 from crbc_jax.metrics import comparable, read_metrics
+from crbc_jax.models.pretrained import load_model
+from crbc_jax.types import TrainState
 
 _CONFIG = flags.DEFINE_string("config", "configs/quickstart.py:smoke", "Config file.")
 _KILLS = flags.DEFINE_integer("kills", 20, "How often the run is killed.", 1)
 _LAG = flags.DEFINE_integer("max_policy_lag", 0, "Of the runs: 0 or 1.", 0, 1)
+_OVERRIDES = flags.DEFINE_multi_string(
+    "override", [], "Further config, such as --override=learner.num_updates=4."
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the random moments.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where runs go; else a temporary one.")
 
 _RUN = pathlib.Path(__file__).parent / "run.py"
-_OVERRIDES = flags.DEFINE_multi_string(
-    "override", [], "Further config, such as --override=learner.num_updates=4."
-)
 
 
 def command(workdir: pathlib.Path) -> list[str]:
@@ -72,13 +80,20 @@ def differences(straight: pathlib.Path, killed: pathlib.Path) -> list[str]:
         contents = [(w / "rollouts" / name).read_bytes() for w in (straight, killed)]
         if contents[0] != contents[1]:
             found.append(f"rollouts/{name}")
-    arrays = [Checkpointer(w, keep_last=1).read_arrays() for w in (straight, killed)]
-    if arrays[0].keys() != arrays[1].keys():
-        found.append("leaves of the state")
-    for leaf in sorted(arrays[0].keys() & arrays[1].keys()):
-        if not np.array_equal(arrays[0][leaf], arrays[1][leaf], equal_nan=True):
-            found.append(leaf)
+    states = [jax.tree.leaves_with_path(read_state(w)) for w in (straight, killed)]
+    for (name, one), (_, other) in zip(*states, strict=True):
+        if np.asarray(one).tobytes() != np.asarray(other).tobytes():
+            found.append(jax.tree_util.keystr(name))
     return found
+
+
+def read_state(workdir: pathlib.Path) -> TrainState:
+    """The newest state of a run, optimiser and all."""
+    config = ConfigDict(json.loads((workdir / "config.json").read_text()))
+    decoder_config, _ = load_model(config.model.directory)
+    learner = make_learner(config, decoder_config, make_mesh(**config.mesh))
+    checkpoints = Checkpointer(workdir, keep_last=1)
+    return checkpoints.restore(checkpoints.latest(), learner.abstract_state)[0]
 
 
 def main(_) -> None:
@@ -93,4 +108,4 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.start(main, [])
