@@ -1,0 +1,161 @@
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from crbc_jax import envs
+from crbc_jax.models.tokenizer import Tokenizer, load_tokenizer
+from crbc_jax.rollout.actions import parse_action
+from crbc_jax.rollout.prompts import (
+    PROMPTS,
+    Record,
+    build_prompt,
+    encode_reply,
+    stop_ids,
+)
+from crbc_jax.types import INVALID_ACTION, UserError
+
+BOARD = "######\n#__O_#\n#__X_#\n#_P__#\n####_#\n######"
+COMPACT, WORDS = PROMPTS["sokoban_compact"], PROMPTS["sokoban"]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_tokenizer("preset:sokoban_tiny")
+
+
+def byte_tokenizer(chat: bool, knows_end: bool = True) -> Tokenizer:
+    """One token a byte, like a language model's last resort; with or without ChatML."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"] if chat else ["<eos>"])
+    end = "<|im_end|>" if chat else "<eos>"
+    return Tokenizer(backend, {"eos": end} if knows_end else {})
+
+
+def build(template, tokenizer, records=(), history_length=2, max_tokens=4096):
+    return build_prompt(
+        template,
+        tokenizer,
+        list(records),
+        BOARD,
+        history_length=history_length,
+        max_tokens=max_tokens,
+        admissible_actions=["up", "down", "left", "right"],
+    )
+
+
+def test_compact_prompt_is_the_cells_within_the_walls(tiny):
+    prompt = build(COMPACT, tiny)
+    assert tiny.decode(prompt.ids) == "__O___X__P__###_"
+    assert (prompt.ids.dtype, len(prompt.ids), prompt.num_dropped) == (np.int32, 16, 0)
+
+
+def test_compact_prompt_with_reply_is_19_tokens_and_reads_back(tiny):
+    reply = encode_reply(COMPACT, tiny, "up")
+    assert tiny.decode(reply) == "<action>up</action>"
+    assert len(build(COMPACT, tiny).ids) + len(reply) == 19
+    assert reply[-1] in stop_ids(COMPACT, tiny)
+    assert parse_action(tiny.decode(reply)) == ("up", "ok")
+
+
+def test_compact_prompt_has_words_for_every_board_and_action(tiny):
+    """No action that a reply can ask for, however odd, is a word that is missing."""
+    actions = ["up", INVALID_ACTION, "p#_", "up up", "√", "<pad>", "漢" * 100]
+    for task_id in envs.tasks("sokoban", "train", count=20).ids:
+        for step in envs.expert("sokoban", task_id):
+            for action in actions:
+                records = [Record(step.observation, action)]
+                ids = build(COMPACT, tiny, records).ids
+                known = action if action == "up" else INVALID_ACTION
+                assert tiny.decode(ids).split("<record>")[0].endswith(known)
+
+
+@pytest.mark.parametrize("num_records", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("history_length", [0, 1, 2, 3])
+def test_history_is_the_last_records(tiny, num_records, history_length):
+    moves = ["up", "down", "left", "right", "up"][:num_records]
+    records = [Record(BOARD, move) for move in moves]
+    prompt = build(COMPACT, tiny, records, history_length)
+    shown = [part[16:] for part in tiny.decode(prompt.ids).split("<record>")[:-1]]
+    assert shown == moves[max(num_records - history_length, 0) :]
+    assert prompt.num_dropped == 0
+
+
+@pytest.mark.parametrize("max_tokens, dropped", [(52, 0), (51, 1), (34, 1), (33, 2)])
+def test_oldest_history_is_dropped_first_and_counted(tiny, max_tokens, dropped):
+    records = [Record(BOARD, "up"), Record(BOARD, "down")]
+    prompt = build(COMPACT, tiny, records, 2, max_tokens)
+    assert prompt.num_dropped == dropped
+    assert len(prompt.ids) <= max_tokens
+    shown = [part[16:] for part in tiny.decode(prompt.ids).split("<record>")[:-1]]
+    assert shown == ["up", "down"][dropped:]
+
+
+def test_prompt_that_cannot_fit_is_an_error_not_a_cut(tiny):
+    with pytest.raises(UserError, match=r"max_prompt_tokens=15.* 16 tokens"):
+        build(COMPACT, tiny, [Record(BOARD, "up")], 2, max_tokens=15)
+
+
+def test_words_for_a_language_model_are_one_message():
+    tokenizer = byte_tokenizer(chat=True)
+    records = [Record(f"board {i}", f"move {i}") for i in range(1, 6)]
+    ids = build(WORDS, tokenizer, records).ids
+    text = tokenizer.decode(ids)
+    assert text.startswith("<|im_start|>user\n")
+    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert sum(i == tokenizer.id_of("<|im_start|>") for i in ids) == 2
+    expected_order = [
+        "You are the player",
+        "# is a wall",
+        "Your task",
+        "Steps taken so far: 5",
+        "[Observation 4:\nboard 4\nAction 4: move 4]",
+        "[Observation 5:\nboard 5\nAction 5: move 5]",
+        "step 6",
+        BOARD,
+        "up, down, left, right",
+        "<think> and </think>",
+        "<action> and </action>",
+    ]
+    places = [text.index(part) for part in expected_order]
+    assert places == sorted(places)
+    assert "board 3" not in text
+
+
+def test_first_step_is_told_of_no_history():
+    tokenizer = byte_tokenizer(chat=False)
+    text = tokenizer.decode(build(WORDS, tokenizer).ids)
+    assert "taken so far" not in text
+    assert "step 1" in text
+    assert "<|im_start|>" not in text
+
+
+def test_prompts_of_a_group_begin_alike():
+    """What does not change comes first, so that a server can reuse it."""
+    tokenizer = byte_tokenizer(chat=True)
+    first = tokenizer.decode(build(WORDS, tokenizer).ids)
+    later = tokenizer.decode(build(WORDS, tokenizer, [Record(BOARD, "up")]).ids)
+    rules_end = first.index("\nThis is step")
+    assert rules_end > len(first) / 2
+    assert later[:rules_end] == first[:rules_end]
+
+
+def test_reply_of_a_language_model_ends_with_its_own_token():
+    tokenizer = byte_tokenizer(chat=True)
+    end = tokenizer.id_of("<|im_end|>")
+    assert stop_ids(WORDS, tokenizer) == (end,)
+    reply = encode_reply(WORDS, tokenizer, "up")
+    assert (reply.dtype, reply[-1]) == (np.int32, end)
+    assert parse_action(tokenizer.decode(reply)) == ("up", "ok")
+
+
+def test_model_without_an_end_token_is_refused():
+    tokenizer = byte_tokenizer(chat=False, knows_end=False)
+    with pytest.raises(UserError, match="eos_token"):
+        stop_ids(WORDS, tokenizer)
+    with pytest.raises(UserError, match="eos_token"):
+        encode_reply(WORDS, tokenizer, "up")
