@@ -35,7 +35,7 @@ def default_config() -> ConfigDict:
     config.rollout.group_size = 8  # Episodes of each task.
     config.rollout.temperature = 1.0
     config.rollout.prompt = "sokoban_compact"  # A row of rollout.prompts.PROMPTS.
-    config.rollout.parser = "strict"  # Or "lenient", the published rule.
+    config.rollout.parser = "strict"  # A row of crbc_jax.rollout.actions.PARSERS.
     config.rollout.episode_timeout = 3600.0  # Seconds an episode may take; then it is
     # aborted. Generous: it is for engines that never answer.
     config.rollout.history_length = 0  # Observation-action records in the prompt.

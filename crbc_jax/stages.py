@@ -26,7 +26,7 @@ from crbc_jax.models.config import DecoderConfig
 from crbc_jax.models.tokenizer import Tokenizer
 from crbc_jax.plan import env_options
 from crbc_jax.rollout import make_engine
-from crbc_jax.rollout.collect import EVAL, EpisodeKey, Player, collect, run_episode
+from crbc_jax.rollout.collect import EVAL, EpisodeKey, Player, collect_all, run_episode
 from crbc_jax.rollout.prompts import (
     PROMPTS,
     Record,
@@ -231,7 +231,7 @@ class Rollouts:
     async def _collect(self, update: int) -> list[Group]:
         settings = self._config.rollout
         first = max(update - settings.max_policy_lag, 0)
-        groups = collect(
+        return await collect_all(
             self._player,
             task_schedule(
                 self.train_ids, self._config.seed, update, settings.tasks_per_update
@@ -241,8 +241,6 @@ class Rollouts:
             temperature=settings.temperature,
             versions=range(first, update + 1),
         )
-        complete = [group async for group in groups]
-        return sorted(complete, key=lambda group: group[0].group)
 
 
 class Credit:
