@@ -16,10 +16,9 @@ from crbc_jax.models.config import DecoderConfig
 from crbc_jax.models.decoder import forward, init_params, unembed
 from crbc_jax.types import TrainState
 
-# (params, one micro-batch) -> its share of the loss; scalars to sum, and to maximise.
-Objective = Callable[
-    [Any, Any], tuple[Float[Array, ""], tuple[dict[str, Array], dict[str, Array]]]
-]
+# (params, one micro-batch) -> its share of the loss, and two trees of scalars: those to
+# sum over micro-batches, and those (not negative) of which the largest is wanted.
+Objective = Callable[[Any, Any], tuple[Float[Array, ""], tuple[Any, Any]]]
 
 
 def make_optimizer(
@@ -100,7 +99,7 @@ def accumulate(
     microbatches: Any,
     num_microbatches: Int[Array, ""],
     mesh: Mesh,
-) -> tuple[Any, Float[Array, ""], dict[str, Array], dict[str, Array]]:
+) -> tuple[Any, Float[Array, ""], Any, Any]:
     """Sums loss, gradient and scalars over the first `num_microbatches`, one by one.
 
     The number is traced, hence one compilation for all of them.

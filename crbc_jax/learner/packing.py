@@ -328,8 +328,8 @@ def _describe(rows, parts, minibatches) -> dict[str, float]:
     groups = {row.group for row in rows}
     degenerate = {row.group for row in rows if row.is_degenerate}
     return {
-        "rows": len(kept),
-        "tokens": tokens,
+        "rows": float(len(kept)),
+        "tokens": float(tokens),
         "response_share": responses / max(tokens, 1),
         "padding_share": 1 - tokens / max(slots, 1),
         "degenerate_group_share": len(degenerate) / max(len(groups), 1),

@@ -18,7 +18,9 @@ def load(name):
     if not path.exists():
         pytest.skip(f"golden file {path.name} is not beside this checkout")
     case = json.loads(path.read_text())
-    inputs = {key: np.float32(value) for key, value in case["inputs"].items()}
+    inputs = {
+        key: jnp.array(value, jnp.float32) for key, value in case["inputs"].items()
+    }
     return inputs, case["outputs"], case["tolerance"]
 
 
@@ -35,7 +37,10 @@ def test_policy_loss_and_gradient_equal_golden(name, aggregation):
     inputs, outputs, tolerance = load(name)
     mask = inputs["response_mask"] > 0
     weights = row_weights(
-        aggregation, mask.sum(1), np.arange(len(mask)), max_tokens=mask.shape[1]
+        aggregation,
+        np.asarray(mask.sum(1)),
+        np.arange(len(mask)),
+        max_tokens=mask.shape[1],
     )
 
     def policy_loss(logprobs):
@@ -84,7 +89,7 @@ def test_value_loss_equals_golden():
 
 def test_scalar_advantage_lands_on_each_steps_own_tokens():
     """A4: the positions with a loss are the response positions, for every step."""
-    mask = np.arange(12) >= 12 - np.array([1, 5, 9])[:, None]
+    mask = jnp.arange(12) >= 12 - jnp.array([1, 5, 9])[:, None]
     loss = losses.clipped_surrogate(
         jnp.zeros((3, 12)), jnp.full(3, 2.0), mask, **CLIPS
     ).loss
@@ -147,19 +152,20 @@ def test_clips_by_hand(ratio, advantage, loss, flag):
 
 
 def test_ratio_levels_by_hand():
-    new, old = np.log([[0.5, 0.3, 0.9]]), np.log([[0.25, 0.6, 0.1]])
-    mask = np.array([[True, True, False]])
+    new = jnp.log(jnp.array([[0.5, 0.3, 0.9]]))
+    old = jnp.log(jnp.array([[0.25, 0.6, 0.1]]))
+    mask = jnp.array([[True, True, False]])
     expected = {
         "token": [[2.0, 0.5, 1.0]],
         "step": [[1.0, 1.0, 1.0]],
         "step_mean": [[1.0, 1.0, 1.0]],
     }
     for ratio, values in expected.items():
-        log_ratio = losses.log_ratios(jnp.float32(new), jnp.float32(old), mask, ratio)
+        log_ratio = losses.log_ratios(new, old, mask, ratio)
         np.testing.assert_allclose(np.exp(log_ratio), values, rtol=1e-6)
-    mask = np.array([[True, False, True]])
-    step = losses.log_ratios(jnp.float32(new), jnp.float32(old), mask, "step")
-    mean = losses.log_ratios(jnp.float32(new), jnp.float32(old), mask, "step_mean")
+    mask = jnp.array([[True, False, True]])
+    step = losses.log_ratios(new, old, mask, "step")
+    mean = losses.log_ratios(new, old, mask, "step_mean")
     np.testing.assert_allclose(np.exp(step), [[18.0, 1.0, 18.0]], rtol=1e-5)
     np.testing.assert_allclose(np.exp(mean), [[18**0.5, 1.0, 18**0.5]], rtol=1e-5)
     with pytest.raises(ValueError, match="loss.ratio='word'.*token"):
@@ -173,7 +179,7 @@ def test_logprobs_and_entropy(dtype, temperature):
     logits = jnp.asarray(
         np.random.default_rng(0).normal(size=(50, 7)) * 20, dtype=dtype
     )
-    ids = np.arange(50, dtype=np.int32) % 7
+    ids = jnp.arange(50, dtype=jnp.int32) % 7
     logprobs, entropy = losses.logprobs_and_entropy(logits, ids, temperature)
     assert logprobs.dtype == entropy.dtype == jnp.float32
     assert logprobs.max() <= 0

@@ -127,11 +127,11 @@ def test_means_have_total_weight_one(aggregation, make_groups):
 @pytest.mark.parametrize("aggregation", ["token_mean", "group_step"])
 def test_degenerate_groups(choice, aggregation, make_groups):
     """A13: a group without credit leaves the denominators that it is dropped from."""
-    groups = make_groups([[2, 2], [3, 1]])
-    advantages = np.array([0, 0, 0, 0, 1, 0, -1, 2], np.float32)
+    groups = make_groups([[3, 1], [2, 2]])
+    advantages = np.array([1, 0, -1, 2, 0, 0, 0, 0], np.float32)
     options = {"capacity": CAPACITY, "aggregation": aggregation}
     (batch,), scalars = pack(groups, advantages, degenerate_groups=choice, **options)
-    (alone,), _ = pack(groups[1:], advantages[4:], **options)
+    (alone,), _ = pack(groups[:1], advantages[:4], **options)
     live = rows_of(alone)
     assert scalars["degenerate_group_share"] == 0.5
     rows = rows_of(batch)
@@ -145,8 +145,8 @@ def test_degenerate_groups(choice, aggregation, make_groups):
     if choice == "keep":
         np.testing.assert_array_equal(rows["pg_weight"], rows["kl_weight"])
     else:
-        np.testing.assert_array_equal(rows["pg_weight"][:4], 0)
-        np.testing.assert_array_equal(rows["pg_weight"][4:8], live["pg_weight"][:4])
+        np.testing.assert_array_equal(rows["pg_weight"][:4], live["pg_weight"][:4])
+        np.testing.assert_array_equal(rows["pg_weight"][4:], 0)
 
 
 @pytest.mark.parametrize("seed", range(3))

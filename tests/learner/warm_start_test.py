@@ -101,8 +101,10 @@ def test_first_loss_is_the_mean_cross_entropy_of_the_rows(decoder_config, run):
     params = init_params(decoder_config, 0)
     rows = jax.tree.map(lambda leaf: leaf.reshape(16, -1), make_batches()(0))
     logprobs, _ = jax.jit(
-        lambda params: gradient.response_logprobs(decoder_config, params, rows, 1.0)
-    )(params)
+        lambda params, rows: gradient.response_logprobs(
+            decoder_config, params, rows, 1.0
+        )
+    )(params, rows)
     _, losses = run(params, 1)
     mean = np.mean(np.asarray(logprobs), where=rows.response_mask)
     np.testing.assert_allclose(losses[0][1], -mean, rtol=1e-5)
