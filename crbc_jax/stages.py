@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from crbc_jax import envs
 from crbc_jax.advantages import make_estimator
+from crbc_jax.advantages.diagnostics import diagnose
 from crbc_jax.background import Background
 from crbc_jax.envs.pool import EnvPool
 from crbc_jax.evaluate import EvalResult, evaluate
@@ -35,8 +36,6 @@ from crbc_jax.rollout.prompts import (
     stop_ids,
 )
 from crbc_jax.types import Group, UserError
-
-_closure_credit = jax.jit(closure_credit)
 
 
 class Clock:
@@ -248,8 +247,18 @@ class Credit:
 
     def __init__(self, config: ConfigDict):
         """Takes `config.advantage`."""
-        self._estimate = make_estimator(config)
-        self._beta = config.crbc.beta
+        estimate, beta = make_estimator(config), config.crbc.beta
+
+        @jax.jit
+        def assign(batch):
+            # In one program: what the three have in common is computed once.
+            return (
+                estimate(batch),
+                closure_credit(batch, beta=beta),
+                diagnose(batch, beta),
+            )
+
+        self._assign = assign
 
     def __call__(
         self, groups: Sequence[Group]
@@ -259,8 +268,8 @@ class Credit:
         Steps are those of the trajectories that were not aborted, in order.
         """
         batch, order = build_batch(columns_of(groups))
-        advantages = order.unpad(self._estimate(batch))
-        closure = _closure_credit(batch, beta=self._beta)
+        advantages, closure, numbers = jax.device_get(self._assign(batch))
+        advantages = order.unpad(advantages)
         columns = {
             name: order.unpad(getattr(closure, name))
             for name in ("value", "action_value", "credit")
@@ -268,7 +277,7 @@ class Credit:
         return (
             advantages,
             columns | {"advantage": advantages},
-            {"credit/residual": float(np.max(closure.residual))},
+            {f"credit/{name}": float(value) for name, value in numbers.items()},
         )
 
 

@@ -32,7 +32,7 @@ EXTRAS = {
     "base_adv": np.float64,
     "response_len": np.int32,
 }
-_MIN_ROWS, _MIN_TRAJECTORIES, _MIN_GROUPS = 64, 16, 1
+_MIN_ROWS, _MIN_TRAJECTORIES, _MIN_GROUPS = 128, 16, 1
 
 
 class ColumnError(ValueError):

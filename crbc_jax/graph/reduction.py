@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_MIN_CORE = 16
+_MIN_CORE = 32
 
 
 class Chains(NamedTuple):
