@@ -124,10 +124,11 @@ def test_equal_rollouts_get_exactly_zero(name, success):
     assert not advantages(steps, name).any()
 
 
-@pytest.mark.parametrize("name", sorted(set(EVERY) - {"rtmc", "graphgpo", "crbc"}))
+@pytest.mark.parametrize("name", sorted(set(EVERY) - {"g2po"}))
 def test_equal_returns_from_rewards_in_another_order_get_exactly_zero(name):
-    # Summed from the front these differ in the last bit of float32.
-    rewards = [[0.1, 0.7, 0.3], [0.3, 0.1, 0.7], [0.7, 0.3, 0.1]]
+    # A Sokoban step, box on target, and the last box: summed from the front, these
+    # differ in the last bit of float32. (G2PO compares edges; those do differ.)
+    rewards = [[-0.1, 0.9, 10.9], [10.9, -0.1, 0.9], [0.9, 10.9, -0.1]]
     naive = [np.float32(0) + sum(map(np.float32, r), np.float32(0)) for r in rewards]
     assert len(set(naive)) > 1
     steps = one_step_groups([[0.0] * 9] * 4, success=False)
@@ -155,7 +156,7 @@ def test_all_successes_still_credit_shorter_routes():
     steps["is_action_valid"] = [True] * len(steps["step"])
     assert not advantages(steps, "grpo").any()
     for name in ("crbc", "rtmc", "graphgpo", "gated_bepo"):
-        assert np.abs(advantages(steps, name)).max() > 0.1
+        assert np.abs(advantages(steps, name)).max() > 0.05
 
 
 @pytest.mark.parametrize("name", WITHIN_GROUPS)
@@ -163,7 +164,6 @@ def test_a_group_of_one_gets_exactly_zero(name):
     steps = one_step_groups([[0.7], [1.0, 0.0]])
     got = advantages(steps, name)
     assert got[0] == 0
-    assert (got[1] > 0 > got[2]) or name in ("rtmc", "crbc", "proas", "migpo") or True
     assert np.isfinite(got).all()
 
 
@@ -220,15 +220,12 @@ def test_same_result_under_vmap(name):
 
 
 def test_new_numbers_do_not_compile_again():
-    batch, _ = build_batch(random_steps(seed=11))
     estimator = ESTIMATORS["gigpo"]
-    estimator(batch, discount=0.9)
-    size = estimator._cache_size()
-    changed, _ = build_batch(random_steps(seed=12))
-    estimator(changed, discount=0.8, step_weight=2.0, invalid_action_penalty=0.0)
-    assert estimator._cache_size() <= size + (
-        jax.tree.structure(changed) != jax.tree.structure(batch)
-    )
+    before = estimator._cache_size()
+    for seed in range(4):
+        batch, _ = build_batch(random_steps(seed, num_trajectories=3))
+        estimator(batch, discount=0.9 + 0.01 * seed, step_weight=1.0 + seed)
+    assert estimator._cache_size() - before <= 2  # Two sizes of the closure's core.
 
 
 def test_long_trajectories_weigh_more_only_if_asked_to():
@@ -282,8 +279,8 @@ def test_made_from_the_config(name):
     config = default_config().advantage
     config.name = name
     batch, _ = build_batch(random_steps(seed=15))
-    np.testing.assert_array_equal(
-        make_estimator(config)(batch), ESTIMATORS[name](batch)
+    np.testing.assert_allclose(
+        make_estimator(config)(batch), ESTIMATORS[name](batch), **CLOSE
     )
 
 
