@@ -26,9 +26,13 @@ setup(
         "tokenizers>=0.21",
     ],
     extras_require={
+        "notebook": ["ipykernel", "nbclient", "networkx"],
         "test": [
             "beartype",
             "hypothesis",
+            "ipykernel",
+            "nbclient",
+            "networkx",
             "pytest>=8",
             "pytest-timeout",
             "ruff",
