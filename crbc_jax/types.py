@@ -6,9 +6,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 Outcome = Literal["success", "failure", "truncated", "aborted"]
+
+AnyArray = Array | np.ndarray  # On a device, or on the host before a jitted call.
+Scalar = Num[Array, ""] | float | int  # A number; a tracer inside a jitted function.
 
 # One identity for every reply that no action could be read from, so that different
 # junk strings do not look like different actions of an anchor.
@@ -72,25 +75,27 @@ class TransitionBatch:
     time order; padding comes last in each group. Ids count from 0 within a group.
     """
 
-    source: Int[Array, "groups rows"]  # Anchor.
-    pair: Int[Array, "groups rows"]  # Distinct (anchor, action).
-    target: Int[Array, "groups rows"]  # Next anchor; last row of a trajectory: as seen.
-    trajectory: Int[Array, "groups rows"]
-    step: Int[Array, "groups rows"]  # From 0.
-    is_last: Bool[Array, "groups rows"]  # Last step of its trajectory.
-    reward: Float[Array, "groups rows"]
-    success: Bool[Array, "groups rows"]  # Of the whole trajectory, on all its rows.
-    is_action_valid: Bool[Array, "groups rows"]
-    mask: Bool[Array, "groups rows"]  # True = real.
+    source: Int[AnyArray, "groups rows"]  # Anchor.
+    pair: Int[AnyArray, "groups rows"]  # Distinct (anchor, action).
+    target: Int[AnyArray, "groups rows"]  # Next anchor; on a last row, as seen.
+    trajectory: Int[AnyArray, "groups rows"]
+    step: Int[AnyArray, "groups rows"]  # From 0.
+    is_last: Bool[AnyArray, "groups rows"]  # Last step of its trajectory.
+    reward: Float[AnyArray, "groups rows"]
+    success: Bool[AnyArray, "groups rows"]  # Of the whole trajectory, on all its rows.
+    is_action_valid: Bool[AnyArray, "groups rows"]
+    mask: Bool[AnyArray, "groups rows"]  # True = real.
     # Structure of the closure's linear system: see graph/reduction.py.
-    chain_target: Int[Array, "groups anchors"]
-    core_index: Int[Array, "groups anchors"]
-    extras: Mapping[str, Array]  # Further [groups, rows] columns of single methods.
+    chain_target: Int[AnyArray, "groups anchors"]
+    core_index: Int[AnyArray, "groups anchors"]
+    is_trapped: Bool[AnyArray, "groups anchors"]  # Leads to no end.
+    extras: Mapping[str, AnyArray]  # Further [groups, rows] columns of single methods.
     # Static upper bounds of the ids above (bucketed).
     num_anchors: int = dataclasses.field(metadata={"static": True})
     num_pairs: int = dataclasses.field(metadata={"static": True})
     num_trajectories: int = dataclasses.field(metadata={"static": True})
     num_core: int = dataclasses.field(metadata={"static": True})
+    has_chains: bool = dataclasses.field(metadata={"static": True})
 
 
 class TrainState(NamedTuple):

@@ -3,13 +3,15 @@
 The only place that decides what is "the same state": equal keys of one group.
 """
 
+import collections
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 
-def intern(values: Sequence[Any]) -> np.ndarray:
+def intern(values: Sequence[Any] | np.ndarray) -> np.ndarray:
     """Numbers equal values alike, from 0.
 
     Args:
@@ -28,12 +30,11 @@ def intern(values: Sequence[Any]) -> np.ndarray:
         and values.dtype.kind in "iu"
     ):
         return np.unique(values, return_inverse=True)[1].astype(np.int64)
-    table: dict[Hashable, int] = {}
-    return np.fromiter(
-        (table.setdefault(_key(value), len(table)) for value in values),
-        np.int64,
-        len(values),
-    )
+    if any(isinstance(value, np.ndarray) for value in values):
+        values = [_key(value) for value in values]
+    # Neither loop runs in Python: a value that is not there gets the next number.
+    codes = collections.defaultdict(itertools.count().__next__)
+    return np.fromiter(map(codes.__getitem__, values), np.int64, len(values))
 
 
 def number_within(group: np.ndarray, code: np.ndarray) -> tuple[np.ndarray, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from crbc_jax.graph.anchors import intern, number_within
-from crbc_jax.graph.reduction import reduce_chains
+from crbc_jax.graph.reduction import find_trapped, reduce_chains
 from crbc_jax.types import Group, TransitionBatch
 
 REQUIRED = (
@@ -24,7 +24,7 @@ REQUIRED = (
     "success",
 )
 OPTIONAL = ("is_action_valid", "next_anchor")
-# Columns of single methods, and their type on the device.
+# Columns of single methods, and their type.
 EXTRAS = {
     "milestone_achieved": np.bool_,
     "reasonable": np.bool_,
@@ -32,7 +32,13 @@ EXTRAS = {
     "base_adv": np.float64,
     "response_len": np.int32,
 }
-_MIN_ROWS, _MIN_TRAJECTORIES, _MIN_GROUPS = 128, 16, 1
+# Of each name one value a row: a list, an array, or a column of pandas or pyarrow.
+Columns = Mapping[str, Any]
+_ROWS = (128, 512)  # Smallest buckets of a group's rows; then powers of two.
+_MIN_TRAJECTORIES = 16
+# As many groups as that are padded in, unless the rows are many: usual batches then
+# differ in two numbers of rows alone.
+_MIN_GROUPS, _MIN_CELLS = 16, 8192
 
 
 class ColumnError(ValueError):
@@ -82,7 +88,7 @@ def columns_of(groups: Sequence[Group]) -> dict[str, list]:
 
 
 def build_batch(
-    columns: Mapping[str, Sequence[Any]],
+    columns: Columns,
 ) -> tuple[TransitionBatch, RowOrder]:
     """Interns, sorts and pads the rows of a batch.
 
@@ -125,10 +131,7 @@ def build_batch(
     )
     local_trajectory, num_trajectories = number_within(group, trajectory)
 
-    shape = (
-        _bucket(num_groups, _MIN_GROUPS),
-        _bucket(max(int(counts.max()), num_anchors), _MIN_ROWS),
-    )
+    shape = _shape(num_groups, max(int(counts.max()), num_anchors))
     at = group * shape[1] + row
 
     def pad(values, dtype):
@@ -148,29 +151,38 @@ def build_batch(
         "is_action_valid": pad(table["is_action_valid"][order], np.bool_),
         "mask": pad(np.True_, np.bool_),
     }
-    chains = reduce_chains(
-        arrays["source"], arrays["target"], arrays["mask"] & ~arrays["is_last"]
+    # Rows that follow each other where they say so cannot trap anybody.
+    goes_on = (target[:-1] == source[1:]) | is_last[:-1]
+    edges = arrays["source"], arrays["target"]
+    is_trapped = (
+        np.zeros(shape, bool)
+        if goes_on.all()
+        else find_trapped(*edges, arrays["mask"], arrays["is_last"])
     )
+    has_exit = ~np.take_along_axis(is_trapped, arrays["source"], axis=1)
+    is_inner = arrays["mask"] & ~arrays["is_last"] & has_exit
+    chains = reduce_chains(*edges, arrays["mask"], is_inner)
     batch = TransitionBatch(
         **arrays,
         chain_target=chains.chain_target,
         core_index=chains.core_index,
+        is_trapped=is_trapped,
         extras={
-            name: pad(np.asarray(columns[name])[order], dtype)
-            for name, dtype in EXTRAS.items()
-            if name in columns
+            name: pad(values[order], values.dtype)
+            for name, values in table["extras"].items()
         },
         num_anchors=shape[1],
         num_pairs=shape[1],
-        num_trajectories=_bucket(num_trajectories, _MIN_TRAJECTORIES),
+        num_trajectories=max(_MIN_TRAJECTORIES, _bucket(num_trajectories)),
         num_core=chains.num_core,
+        has_chains=chains.has_chains,
     )
     position = np.empty(len(at), np.int64)
     position[order] = at
     return batch, RowOrder(position, table["group_ids"])
 
 
-def _read(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def _read(columns: Columns) -> dict[str, Any]:
     """Checks each column by itself, and turns it into numbers."""
     for name in REQUIRED:
         if name not in columns:
@@ -214,10 +226,19 @@ def _read(columns: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
             if valid is None
             else _flags("is_action_valid", valid)
         ),
+        "extras": {
+            name: (
+                _flags(name, columns[name])
+                if dtype is np.bool_
+                else _numbers(name, columns[name], dtype is np.int32).astype(dtype)
+            )
+            for name, dtype in EXTRAS.items()
+            if name in columns
+        },
     }
 
 
-def _as_list(values: Sequence[Any]) -> list:
+def _as_list(values: Any) -> list:
     """Python objects of a list, an array, or a column of pandas or pyarrow."""
     if isinstance(values, np.ndarray):
         # Further axes belong to the value: frames stay arrays.
@@ -228,7 +249,7 @@ def _as_list(values: Sequence[Any]) -> list:
     return list(values)
 
 
-def _codes(name: str, values: Sequence[Any]) -> np.ndarray:
+def _codes(name: str, values: Any) -> np.ndarray:
     if not isinstance(values, np.ndarray):
         values = _as_list(values)
     try:
@@ -249,7 +270,7 @@ def _is_hashable(value: Any) -> bool:
     return True
 
 
-def _numbers(name: str, values: Sequence[Any], whole: bool = False) -> np.ndarray:
+def _numbers(name: str, values: Any, whole: bool = False) -> np.ndarray:
     """float64 [rows] of finite numbers (int64 if whole)."""
     try:
         numbers = np.asarray(_as_list(values), np.float64)
@@ -269,7 +290,7 @@ def _numbers(name: str, values: Sequence[Any], whole: bool = False) -> np.ndarra
     return numbers.astype(np.int64) if whole else numbers
 
 
-def _flags(name: str, values: Sequence[Any]) -> np.ndarray:
+def _flags(name: str, values: Any) -> np.ndarray:
     numbers = _numbers(name, values)
     wrong = (numbers != 0) & (numbers != 1)
     if wrong.any():
@@ -315,6 +336,13 @@ def _check_trajectories(group, trajectory, step, success, order) -> None:
         )
 
 
-def _bucket(size: int, smallest: int) -> int:
-    """The next power of two: few shapes, so few compilations."""
-    return max(smallest, 1 << (size - 1).bit_length())
+def _shape(num_groups: int, num_rows: int) -> tuple[int, int]:
+    """Groups and rows after padding: few shapes, so few compilations."""
+    rows = next((size for size in _ROWS if size >= num_rows), _bucket(num_rows))
+    smallest = min(_MIN_GROUPS, max(1, _MIN_CELLS // rows))
+    return max(smallest, _bucket(num_groups)), rows
+
+
+def _bucket(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()

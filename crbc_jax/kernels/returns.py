@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
-from crbc_jax.types import TransitionBatch
+from crbc_jax.types import Scalar, TransitionBatch
 
 EPSILON = 1e-6  # Added to every standard deviation, as in the published code.
 _WHITEN_EPSILON = 1e-8  # Added to the variance when whitening.
@@ -51,7 +51,7 @@ def first_rows(batch: TransitionBatch) -> Bool[Array, "groups rows"]:
 def discounted_sums(
     values: Float[Array, "groups rows"],
     batch: TransitionBatch,
-    discount: Float[Array, ""] | float,
+    discount: Scalar,
 ) -> Float[Array, "groups rows"]:
     """Sums discount^l * values[t + l] over the rest of row t's trajectory.
 
@@ -129,7 +129,7 @@ def scores(
     batch: TransitionBatch,
     *,
     stat_weighting: str,
-    invalid_action_penalty: Float[Array, ""] | float,
+    invalid_action_penalty: Scalar,
 ) -> tuple[Float[Array, "groups rows"], Bool[Array, "groups rows"]]:
     """Returns each row's score and the rows that count once in group statistics.
 
@@ -196,7 +196,7 @@ def group_advantages(
     *,
     stat_weighting: str = "trajectories",
     normalization: str = "mean_std",
-    invalid_action_penalty: Float[Array, ""] | float = 0.1,
+    invalid_action_penalty: Scalar = 0.1,
 ) -> Float[Array, "groups rows"]:
     """Trajectory-level advantage of every row: GRPO's, and the A^G, A^E of others.
 
@@ -238,7 +238,7 @@ def anchor_advantages(
 def penalize_invalid(
     values: Float[Array, "groups rows"],
     batch: TransitionBatch,
-    invalid_action_penalty: Float[Array, ""] | float,
+    invalid_action_penalty: Scalar,
 ) -> Float[Array, "groups rows"]:
     """Subtracts the penalty from the rows whose own reply had the wrong format."""
     invalid = batch.mask & ~batch.is_action_valid
@@ -246,7 +246,7 @@ def penalize_invalid(
 
 
 def whiten(
-    values: Float[Array, "*shape"], weights: Num[Array, "*shape"]
+    values: Float[Array, "*shape"], weights: Shaped[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
     """Shifts and scales to weighted mean 0 and unbiased variance 1, over everything.
 
@@ -268,8 +268,8 @@ def token_gae(
     rewards: Float[Array, "rows tokens"],
     values: Float[Array, "rows tokens"],
     mask: Bool[Array, "rows tokens"],
-    discount: Float[Array, ""] | float = 1.0,
-    gae_lambda: Float[Array, ""] | float = 1.0,
+    discount: Scalar = 1.0,
+    gae_lambda: Scalar = 1.0,
 ) -> tuple[Float[Array, "rows tokens"], Float[Array, "rows tokens"]]:
     """Generalised advantage estimation inside each response (arXiv 1506.02438).
 
@@ -306,10 +306,15 @@ def token_gae(
 
 
 def set_sums(
-    values: Num[Array, "groups rows"], ids: Int[Array, "groups rows"], num_ids: int
-) -> Num[Array, "groups ids"]:
-    """Sums the values of each id within its group."""
-    zeros = jnp.zeros(num_ids, values.dtype)
+    values: Num[Array, "groups rows *rest"],
+    ids: Int[Array, "groups rows"],
+    num_ids: int,
+) -> Num[Array, "groups ids *rest"]:
+    """Sums the values of each id within its group.
+
+    Several values a row, on a further axis, cost little more than one.
+    """
+    zeros = jnp.zeros((num_ids, *values.shape[2:]), values.dtype)
     return jax.vmap(lambda v, i: zeros.at[i].add(v, mode="drop"))(values, ids)
 
 
