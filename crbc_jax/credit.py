@@ -7,7 +7,7 @@ advantages = crbc_jax.step_advantages(steps, estimator="crbc", beta=0.98)
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +40,7 @@ class ClosureValues(NamedTuple):
 
 
 def step_advantages(
-    steps: Mapping[str, Sequence[Any]], estimator: str = "crbc", **options: Any
+    steps: Mapping[str, Any], estimator: str = "crbc", **options: Any
 ) -> Float[np.ndarray, " rows"]:
     """Computes one advantage for every environment step.
 
@@ -84,7 +84,7 @@ def step_advantages(
 
 
 def closure_values(
-    steps: Mapping[str, Sequence[Any]], beta: float = 0.98, depth: int | None = None
+    steps: Mapping[str, Any], beta: float = 0.98, depth: int | None = None
 ) -> ClosureValues:
     """Solves the cross-rollout Bellman closure of each group (arXiv 2609.35082).
 
@@ -122,7 +122,7 @@ def _solve(batch, *, beta, depth):
     return closure_credit(batch, beta=beta, depth=depth)
 
 
-def _depth(depth: int | None) -> int:
+def _depth(depth: Any) -> int:
     """The notebook's depth (None is full) -> the kernels' (-1 is full)."""
     if depth is None:
         return -1

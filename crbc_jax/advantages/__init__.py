@@ -68,11 +68,12 @@ _RULES = {
 }
 
 
-def make_estimator(config: Mapping[str, Any]) -> Callable:
+def make_estimator(config: Any) -> Callable:
     """Binds the options of `config.advantage` to the estimator that it names.
 
     Args:
-        config: `name`, and under each estimator's name the options of that one.
+        config: a ConfigDict or the like: `name`, and under each estimator's name the
+            options of that one.
 
     Returns:
         TransitionBatch -> float [groups, rows].

@@ -7,20 +7,20 @@ from jaxtyping import Array, Float
 
 from crbc_jax.kernels.closure import closure_credit
 from crbc_jax.kernels.returns import group_advantages
-from crbc_jax.types import TransitionBatch
+from crbc_jax.types import Scalar, TransitionBatch
 
 
 @functools.partial(jax.jit, static_argnames=("depth", "stat_weighting"))
 def crbc_advantages(
     batch: TransitionBatch,
     *,
-    beta: float = 0.98,
+    beta: Scalar = 0.98,
     depth: int = -1,
-    sigma_min: float = 0.1,
-    group_weight: float = 1.0,
-    step_weight: float = 5.0,
+    sigma_min: Scalar = 0.1,
+    group_weight: Scalar = 1.0,
+    step_weight: Scalar = 5.0,
     stat_weighting: str = "trajectories",
-    invalid_action_penalty: float = 0.1,
+    invalid_action_penalty: Scalar = 0.1,
 ) -> Float[Array, "groups rows"]:
     """A = group_weight * A^G + step_weight * A^S (eq. 14 of arXiv 2609.35082).
 

@@ -1,13 +1,13 @@
 """Columns that only single methods need."""
 
-from jaxtyping import Array, Shaped
+from jaxtyping import Shaped
 
-from crbc_jax.types import TransitionBatch
+from crbc_jax.types import AnyArray, TransitionBatch
 
 
 def require_column(
     batch: TransitionBatch, name: str, method: str, meaning: str
-) -> Shaped[Array, "groups rows"]:
+) -> Shaped[AnyArray, "groups rows"]:
     """Returns extras[name]; its absence is an error that says what to add."""
     if name not in batch.extras:
         raise ValueError(

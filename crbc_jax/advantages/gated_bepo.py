@@ -14,7 +14,7 @@ from crbc_jax.kernels.returns import (
     normalize,
     set_minima,
 )
-from crbc_jax.types import TransitionBatch
+from crbc_jax.types import Scalar, TransitionBatch
 
 _ROUNDING = 16  # Units in the last place of 1 that a solved residual may be off.
 
@@ -23,12 +23,12 @@ _ROUNDING = 16  # Units in the last place of 1 that a solved residual may be off
 def gated_bepo_advantages(
     batch: TransitionBatch,
     *,
-    discount: float = 0.95,
-    gae_lambda: float = 0.95,
-    mix: float = 0.5,
+    discount: Scalar = 0.95,
+    gae_lambda: Scalar = 0.95,
+    mix: Scalar = 0.5,
     normalization: str = "mean_std",
     stat_weighting: str = "trajectories",
-    invalid_action_penalty: float = 0.1,
+    invalid_action_penalty: Scalar = 0.1,
 ) -> Float[Array, "groups rows"]:
     """Mixes episode advantage and Bellman credit where a state leads to several.
 

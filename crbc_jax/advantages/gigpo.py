@@ -11,18 +11,18 @@ from crbc_jax.kernels.returns import (
     group_advantages,
     penalize_invalid,
 )
-from crbc_jax.types import TransitionBatch
+from crbc_jax.types import Scalar, TransitionBatch
 
 
 @functools.partial(jax.jit, static_argnames=("stat_weighting", "normalization"))
 def gigpo_advantages(
     batch: TransitionBatch,
     *,
-    discount: float = 0.95,
-    step_weight: float = 1.0,
+    discount: Scalar = 0.95,
+    step_weight: Scalar = 1.0,
     normalization: str = "mean_std",
     stat_weighting: str = "trajectories",
-    invalid_action_penalty: float = 0.1,
+    invalid_action_penalty: Scalar = 0.1,
 ) -> Float[Array, "groups rows"]:
     """A^E + step_weight * A^S (arXiv 2505.10978).
 

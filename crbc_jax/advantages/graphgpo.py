@@ -13,7 +13,7 @@ from crbc_jax.kernels.returns import (
     group_advantages,
     penalize_invalid,
 )
-from crbc_jax.types import TransitionBatch
+from crbc_jax.types import Scalar, TransitionBatch
 
 
 @functools.partial(
@@ -23,14 +23,14 @@ from crbc_jax.types import TransitionBatch
 def graphgpo_advantages(
     batch: TransitionBatch,
     *,
-    discount: float = 0.1,
+    discount: Scalar = 0.1,
     normalize_distance: bool = False,
-    success_reward: float = 10.0,
-    step_weight: float = 1.0,
-    episode_weight: float = 1.0,
+    success_reward: Scalar = 10.0,
+    step_weight: Scalar = 1.0,
+    episode_weight: Scalar = 1.0,
     normalization: str = "mean_std",
     stat_weighting: str = "trajectories",
-    invalid_action_penalty: float = 0.1,
+    invalid_action_penalty: Scalar = 0.1,
 ) -> Float[Array, "groups rows"]:
     """episode_weight * A^E + step_weight * A^S (arXiv 2605.26684).
 

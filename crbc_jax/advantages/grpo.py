@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 from crbc_jax.kernels.returns import group_advantages
-from crbc_jax.types import TransitionBatch
+from crbc_jax.types import Scalar, TransitionBatch
 
 
 @functools.partial(jax.jit, static_argnames=("stat_weighting", "normalization"))
@@ -15,7 +15,7 @@ def grpo_advantages(
     *,
     stat_weighting: str = "trajectories",
     normalization: str = "mean_std",
-    invalid_action_penalty: float = 0.1,
+    invalid_action_penalty: Scalar = 0.1,
 ) -> Float[Array, "groups rows"]:
     """Group-normalised scores (arXiv 2402.03300; DAPO's differ in the loss alone).
 

@@ -15,7 +15,7 @@ from crbc_jax.kernels.returns import (
     penalize_invalid,
     set_sums,
 )
-from crbc_jax.types import TransitionBatch
+from crbc_jax.types import Scalar, TransitionBatch
 
 _EPSILON = 1e-6  # Added to the sum of weights.
 
@@ -32,13 +32,13 @@ _EPSILON = 1e-6  # Added to the sum of weights.
 def hgpo_advantages(
     batch: TransitionBatch,
     *,
-    discount: float = 0.95,
+    discount: Scalar = 0.95,
     history_length: int = 2,
-    length_weight_alpha: float = 1.0,
+    length_weight_alpha: Scalar = 1.0,
     base_group: bool = False,
     normalization: str = "mean_std",
     stat_weighting: str = "trajectories",
-    invalid_action_penalty: float = 0.1,
+    invalid_action_penalty: Scalar = 0.1,
 ) -> Float[Array, "groups rows"]:
     """Weighted mean over nested sets of visits (arXiv 2602.22817).
 

@@ -15,19 +15,19 @@ from crbc_jax.kernels.returns import (
     steps_to_end,
     steps_until,
 )
-from crbc_jax.types import TransitionBatch
+from crbc_jax.types import Scalar, TransitionBatch
 
 
 @functools.partial(jax.jit, static_argnames=("stat_weighting", "normalization"))
 def migpo_advantages(
     batch: TransitionBatch,
     *,
-    discount: float = 0.95,
-    milestone_reward: float = 10.0,
-    step_weight: float = 1.0,
+    discount: Scalar = 0.95,
+    milestone_reward: Scalar = 10.0,
+    step_weight: Scalar = 1.0,
     normalization: str = "mean_std",
     stat_weighting: str = "trajectories",
-    invalid_action_penalty: float = 0.1,
+    invalid_action_penalty: Scalar = 0.1,
 ) -> Float[Array, "groups rows"]:
     """A^E + step_weight * A^seg, the algorithm inside BEACON (arXiv 2605.06078).
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Num
 
 from crbc_jax.advantages.extras import require_column
 from crbc_jax.kernels.returns import has_company, normalize, scores, whiten
-from crbc_jax.types import TransitionBatch
+from crbc_jax.types import Scalar, TransitionBatch
 
 _STATIC = ("stat_weighting",)
 
@@ -18,7 +18,7 @@ def reinforce_pp_advantages(
     batch: TransitionBatch,
     *,
     stat_weighting: str = "trajectories",
-    invalid_action_penalty: float = 0.1,
+    invalid_action_penalty: Scalar = 0.1,
 ) -> Float[Array, "groups rows"]:
     """Whitened scores without a group baseline (arXiv 2501.03262).
 
@@ -45,7 +45,7 @@ def reinforce_pp_baseline_advantages(
     batch: TransitionBatch,
     *,
     stat_weighting: str = "trajectories",
-    invalid_action_penalty: float = 0.1,
+    invalid_action_penalty: Scalar = 0.1,
 ) -> Float[Array, "groups rows"]:
     """Scores minus their group's mean, whitened over the batch's response tokens.
 

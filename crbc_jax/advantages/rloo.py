@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from crbc_jax.kernels.returns import has_company, normalize, scores
-from crbc_jax.types import TransitionBatch
+from crbc_jax.types import Scalar, TransitionBatch
 
 
 @functools.partial(jax.jit, static_argnames=("stat_weighting",))
@@ -15,7 +15,7 @@ def rloo_advantages(
     batch: TransitionBatch,
     *,
     stat_weighting: str = "trajectories",
-    invalid_action_penalty: float = 0.1,
+    invalid_action_penalty: Scalar = 0.1,
 ) -> Float[Array, "groups rows"]:
     """Leave-one-out baseline, n / (n - 1) * (score - mean) (arXiv 2402.14740).
 

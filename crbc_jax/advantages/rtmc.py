@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from crbc_jax.kernels.returns import at_rows, set_minima, set_sums, steps_to_end
-from crbc_jax.types import TransitionBatch
+from crbc_jax.types import Scalar, TransitionBatch
 
 
 @jax.jit
 def rtmc_advantages(
-    batch: TransitionBatch, *, discount: float = 0.95
+    batch: TransitionBatch, *, discount: Scalar = 0.95
 ) -> Float[Array, "groups rows"]:
     """Q(anchor, action) - V(anchor), means of the returns after visits.
 

@@ -222,8 +222,13 @@ def test_same_result_inside_a_mesh_and_at_low_matmul_precision(name):
 def test_same_result_under_vmap(name):
     batch, _ = build_batch(random_steps(seed=10, num_groups=8))
     estimate = bind(name, {})
-    stacked = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), batch)
-    got = jax.vmap(estimate)(stacked).reshape(8, -1)
+    leaves, structure = jax.tree.flatten(batch)
+
+    def estimate_half(*leaves):
+        return estimate(jax.tree.unflatten(structure, leaves))
+
+    halves = [leaf.reshape(2, -1, *leaf.shape[1:]) for leaf in leaves]
+    got = jax.vmap(estimate_half)(*halves).reshape(batch.mask.shape)
     np.testing.assert_allclose(got, estimate(batch), rtol=1e-5, atol=1e-5)
 
 

@@ -78,14 +78,14 @@ def test_distances_match_breadth_first_search(seed):
 def test_paths_change_over_between_trajectories():
     # 0 -> 1 by the first, 1 -> 2 by the second, 2 -> success by the third.
     batch, order = walks([[0, 1], [1, 2], [2]], [False, False, True])
-    _, targets, _ = success_distances(batch)
+    _, targets, _ = jax.jit(success_distances)(batch)
     # Row 1 and row 3 end without a known next anchor: they stay where they are.
     assert order.unpad(targets).tolist() == [2, 2, 1, 1, 0]
 
 
 def test_declared_next_anchors_are_the_edges():
     batch, order = walks([[0, 1], [2]], [False, True], next_anchor=[2, 2, 9])
-    _, targets, _ = success_distances(batch)
+    _, targets, _ = jax.jit(success_distances)(batch)
     assert order.unpad(targets).tolist() == [1, 1, 0]
 
 
@@ -93,7 +93,8 @@ def test_histories_are_equal_exactly_when_their_anchors_are():
     rng = np.random.default_rng(3)
     paths = [rng.integers(0, 3, 12).tolist() for _ in range(10)]
     batch, order = walks(paths, [False] * 10)
-    for k, (ids, exists) in enumerate(history_ids(batch, 4), start=1):
+    histories = jax.jit(history_ids, static_argnums=1)(batch, 4)
+    for k, (ids, exists) in enumerate(histories, start=1):
         ids, exists = order.unpad(ids), order.unpad(exists)
         past = [
             tuple(path[max(t - k + 1, 0) : t + 1]) for path in paths for t in range(12)

@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -78,10 +79,10 @@ def test_normalize_by_sets(normalization, ddof):
     values = np.float32(rng.normal(size=(3, 40)) + 100)
     ids, members = rng.integers(0, 6, (3, 40)), rng.random((3, 40)) < 0.8
     got = normalize(
-        values,
-        members,
+        jnp.asarray(values),
+        jnp.asarray(members),
         normalization=normalization,
-        ids=ids,
+        ids=jnp.asarray(ids),
         num_ids=8,
         ddof=ddof,
     )
@@ -97,14 +98,14 @@ def test_normalize_by_sets(normalization, ddof):
 
 @pytest.mark.parametrize("value", [0.2, 0.7, 0.95, 9.9, 1e-30, 3e8])
 def test_equal_members_are_exactly_zero(value):
-    values = np.full((1, 63), value, np.float32)
-    everything = np.ones((1, 63), bool)
+    values = jnp.full((1, 63), value, jnp.float32)
+    everything = jnp.ones((1, 63), bool)
     assert not normalize(values, everything, normalization="mean_std").any()
     assert not whiten(values, everything).any()
 
 
 def test_unknown_names_are_refused():
-    values, members = np.zeros((1, 2), np.float32), np.ones((1, 2), bool)
+    values, members = jnp.zeros((1, 2)), jnp.ones((1, 2), bool)
     with pytest.raises(ValueError, match="mean_std"):
         normalize(values, members, normalization="std")
 
@@ -127,4 +128,6 @@ def test_token_gae_matches_golden(case):
     expected = np.array(outputs["returns_values_masked"])
     np.testing.assert_allclose(targets, np.where(mask, expected, 0), **tolerance)
     expected = np.where(mask, outputs["adv_whitened_values_masked"], 0)
-    np.testing.assert_allclose(whiten(advantages, mask), expected, **tolerance)
+    np.testing.assert_allclose(
+        whiten(advantages, jnp.asarray(mask)), expected, **tolerance
+    )
