@@ -17,8 +17,13 @@ def get_config(variant: str = "full"):
             f"configs/quickstart.py has no variant {variant!r}; known: {VARIANTS}"
         )
     config = default_config()
-    config.warm_start.steps = 300
-    config.warm_start.noise_steps = 100
+    # A competent policy, then loosened: one that stopped early learns far less.
+    config.warm_start.steps = 500
+    config.warm_start.num_tasks = 4096
+    config.warm_start.noise_steps = 50
+    config.warm_start.label_noise = 0.7
+    config.rollout.tasks_per_update = 32
+    config.learner.minibatch_groups = 4  # Eight optimiser steps an update.
     if variant == "hard":
         config.env.max_steps = 20
         config.env.sokoban.min_moves = 6
@@ -30,6 +35,7 @@ def get_config(variant: str = "full"):
         config.warm_start.noise_steps = 10
         config.warm_start.num_tasks = 256
         config.rollout.tasks_per_update = 4
+        config.learner.minibatch_groups = 0
         config.learner.num_updates = 6
         config.evaluate.every = 3
         config.checkpoint.every = 2
