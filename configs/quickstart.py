@@ -28,6 +28,7 @@ def get_config(variant: str = "full"):
         config.env.max_steps = 20
         config.env.sokoban.min_moves = 6
         config.env.sokoban.max_moves = 13
+        config.rollout.tasks_per_update = 16
     if variant == "smoke":
         config.env.num_train_tasks = 256
         config.env.num_eval_tasks = 32
