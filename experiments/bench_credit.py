@@ -21,7 +21,7 @@ REPEATS = flags.DEFINE_integer("repeats", 31, "Timed calls of each function.")
 def random_rollouts(
     seed: int, num_groups: int, num_rollouts: int, max_steps: int, num_anchors: int
 ) -> dict[str, list]:
-    """Walks over a line of places with detours; two thirds succeed, before the limit."""
+    """Walks over a line of places with detours; two thirds succeed in time."""
     rng = np.random.default_rng(seed)
     names = (
         "group_id traj_id step anchor action reward success is_action_valid "
