@@ -200,9 +200,10 @@ class _Bar:
 
     rich_id: int
     total: int
-    first: int  # Units that were done when it was opened.
+    first: int  # Units that were done at `started`.
     started: float
     shown: float  # When its last line was printed.
+    is_warm: bool = False  # Whether a unit was shown already.
 
 
 class Progress:
@@ -257,13 +258,17 @@ class Progress:
         bar = self._open[name]
         self._bars.update(bar.rich_id, completed=done, note=note)
         now = time.monotonic()
+        if not bar.is_warm:  # The first unit compiles: it says nothing of the others.
+            bar.is_warm, bar.started, bar.first = True, now, done
         is_due = now - bar.shown >= self._line_seconds or done == bar.total
         if self._console.is_terminal or not is_due:
             return
         bar.shown = now
-        seconds_each = (now - bar.started) / max(done - bar.first, 1)
-        left = round(seconds_each * (bar.total - done))
-        eta = f"ETA {left // 60}:{left % 60:02}" if left else ""
+        eta = ""
+        if bar.first < done < bar.total:
+            seconds_each = (now - bar.started) / (done - bar.first)
+            left = round(seconds_each * (bar.total - done))
+            eta = f"ETA {left // 60}:{left % 60:02}"
         parts = (f"{name} {done}/{bar.total}", note, eta)
         self.say("  ".join(part for part in parts if part))
 
