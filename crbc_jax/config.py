@@ -125,7 +125,7 @@ def default_config() -> ConfigDict:
     config.warm_start.batch_rows = 256
     config.warm_start.learning_rate = 1e-3
     config.warm_start.num_tasks = 2048  # Training tasks that are demonstrated.
-    config.warm_start.directory = ""  # A finished run's workdir to take it from.
+    config.warm_start.directory = ""  # Workdir of a run of no updates, to start from.
 
     config.evaluate = ConfigDict()
     config.evaluate.every = 10  # Updates; also before the first and after the last.
