@@ -30,8 +30,8 @@ class Template(NamedTuple):
 
     prompt: Callable[[Scene], str]
     reply: Callable[[str], str]  # An action -> the reply that a demonstration shows.
-    # One token of the vocabulary, after which a reply is complete. None: a reply ends
-    # with the model's own end token.
+    # Text after which a reply is complete, where it is one token of the vocabulary.
+    # Else, and if None, a reply ends with the model's own end token.
     end: str | None
     is_message: bool  # A user's message of a chat, rather than text to continue.
 
@@ -158,30 +158,33 @@ def build_prompt(
 
 
 def encode_reply(template: Template, tokenizer: Tokenizer, action: str) -> np.ndarray:
-    """Returns the int32 ids of the reply that asks for `action`, end token included."""
+    """Returns the int32 ids of the reply that asks for `action`, end token included.
+
+    Raises:
+        UserError: if no token can end it.
+    """
     ids = tokenizer.encode(template.reply(action))
-    return ids if template.end else np.append(ids, np.int32(_end_id(tokenizer)))
+    last = stop_ids(template, tokenizer)[0]
+    return ids if ids[-1] == last else np.append(ids, np.int32(last))
 
 
 def stop_ids(template: Template, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns what ends a reply: the template's token, and the model's own.
+    """Returns what ends a reply: the template's token, then the model's own.
 
     Raises:
-        UserError: if there is neither.
+        UserError: if the vocabulary has neither.
     """
-    if template.end is None:
-        return (_end_id(tokenizer),)
-    end = tokenizer.id_of(template.end)
-    return (end,) if tokenizer.eos_id is None else (end, tokenizer.eos_id)
-
-
-def _end_id(tokenizer: Tokenizer) -> int:
-    if tokenizer.eos_id is None:
+    ids = []
+    if template.end and tokenizer.has_token(template.end):
+        ids.append(tokenizer.id_of(template.end))
+    if tokenizer.eos_id is not None:
+        ids.append(tokenizer.eos_id)
+    if not ids:
         raise UserError(
             "config.model.directory: its tokenizer_config.json names no eos_token, "
             "and this config.rollout.prompt needs one to end a reply"
         )
-    return tokenizer.eos_id
+    return tuple(ids)
 
 
 def _in_chat(tokenizer: Tokenizer, text: str) -> str:

@@ -9,7 +9,9 @@ import tokenizers
 
 from crbc_jax import envs
 from crbc_jax.envs.pool import EnvPool
-from crbc_jax.models.config import resolve_directory
+from crbc_jax.graph.batch import columns_of
+from crbc_jax.models.config import load_config, resolve_directory
+from crbc_jax.models.decoder import init_params
 from crbc_jax.models.tokenizer import Tokenizer, load_tokenizer
 from crbc_jax.rollout.collect import (
     EVAL,
@@ -27,6 +29,7 @@ from crbc_jax.rollout.collect import (
 )
 from crbc_jax.rollout.engine import Completion
 from crbc_jax.rollout.prompts import PROMPTS, encode_reply, stop_ids
+from crbc_jax.rollout.sampler import Sampler
 from crbc_jax.rollout.scripted import ScriptedEngine
 from crbc_jax.types import INVALID_ACTION, Trajectory, UserError
 
@@ -92,9 +95,18 @@ class DeafEngine(ScriptedEngine):
 
 
 @contextlib.asynccontextmanager
-async def playing(engine, env="sokoban", *, num_workers=0, version=0, **options):
+async def playing(
+    engine,
+    env="sokoban",
+    *,
+    num_workers=0,
+    step_timeout=60.0,
+    params=None,
+    version=0,
+    **options,
+):
     """A player; at its end no episode holds an environment and no task is left."""
-    await engine.publish(None, version)
+    await engine.publish(params, version)
     env_options = SOKOBAN if env == "sokoban" else {}
     settings = {
         "tokenizer": TINY,
@@ -106,7 +118,7 @@ async def playing(engine, env="sokoban", *, num_workers=0, version=0, **options)
         "seed": 0,
     }
     try:
-        async with EnvPool(env, env_options, num_workers, step_timeout=60.0) as pool:
+        async with EnvPool(env, env_options, num_workers, step_timeout) as pool:
             try:
                 yield Player(engine, pool, **(settings | options))
             finally:
@@ -163,8 +175,35 @@ def flat(groups) -> str:
 # What is collected.
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_workers_and_timing_change_nothing(num_workers):
+def test_workers_change_no_bit_of_what_is_sampled():
+    config = load_config("preset:sokoban_tiny")
+    params = init_params(config, 0)
+
+    def collect_with(num_workers):
+        sampler = Sampler(
+            config,
+            max_prompt_tokens=64,
+            max_response_tokens=4,
+            row_buckets=(16,),
+            num_prompt_buckets=1,
+        )
+        return collect_groups(
+            sampler,
+            sokoban_tasks(3),
+            params=params,
+            num_workers=num_workers,
+            history_length=2,
+        )
+
+    expected = collect_with(num_workers=0)
+    steps = [step for group in expected for t in group for step in t.steps]
+    assert len({step.logprobs.tobytes() for step in steps}) > len(steps) / 2
+    assert flat(collect_with(num_workers=1)) == flat(expected)
+    assert flat(collect_with(num_workers=3)) == flat(expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_timing_changes_nothing(num_workers):
     task_ids = sokoban_tasks(4)
     expected = collect_groups(by_seed(), task_ids, history_length=2)
     assert len({step.action for g in expected for t in g for step in t.steps}) > 4
@@ -412,12 +451,29 @@ def test_steps_before_an_abort_are_kept(rigged):
     assert trajectory.final_anchor == "moved"
 
 
+def test_environment_that_hangs_costs_its_episode_alone(rigged):
+    groups = collect_groups(
+        always("down"),
+        ["hang", "win"],
+        rigged,
+        group_size=1,
+        num_workers=2,
+        step_timeout=1.0,
+    )
+    assert [g[0].outcome for g in groups] == ["aborted", "success"]
+    assert "took more than 1 s" in groups[0][0].error
+    assert rollout_stats(groups)["rollout/success_rate"] == 1.0
+
+
 def test_engine_that_fails_aborts_its_episode_alone():
+    """PITFALLS B5: what is left counts as if the aborted had never been."""
     groups = collect_groups(by_seed(failures=[0, 7]), sokoban_tasks(2))
     aborted = [t for g in groups for t in g if t.outcome == "aborted"]
     assert len(aborted) == 2
     assert all("scripted failure of request" in t.error for t in aborted)
-    assert rollout_stats(groups)["rollout/aborted"] == 2
+    played = [tuple(t for t in g if t.outcome != "aborted") for g in groups]
+    assert columns_of(groups) == columns_of(played)
+    assert rollout_stats(groups) == rollout_stats(played) | {"rollout/aborted": 2.0}
 
 
 def test_engine_that_never_answers_costs_one_episode(rigged):

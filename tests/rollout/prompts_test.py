@@ -126,6 +126,14 @@ def test_words_for_a_language_model_are_one_message():
     assert "board 3" not in text
 
 
+def test_words_keep_the_published_limit_even_as_bytes():
+    """1024 tokens, with a full history and a board of the longest symbols."""
+    records = [Record(BOARD.replace("X", "√"), "right")] * 14
+    prompt = build(WORDS, byte_tokenizer(chat=True), records, max_tokens=1024)
+    assert prompt.num_dropped == 0
+    assert len(prompt.ids) <= 1024
+
+
 def test_first_step_is_told_of_no_history():
     tokenizer = byte_tokenizer(chat=False)
     text = tokenizer.decode(build(WORDS, tokenizer).ids)
@@ -153,9 +161,19 @@ def test_reply_of_a_language_model_ends_with_its_own_token():
     assert parse_action(tokenizer.decode(reply)) == ("up", "ok")
 
 
-def test_model_without_an_end_token_is_refused():
+def test_end_of_many_tokens_does_not_stop_a_reply():
+    """Its first token would; the model's own end token must come after it."""
+    tokenizer = byte_tokenizer(chat=False)
+    end = tokenizer.id_of("<eos>")
+    assert stop_ids(COMPACT, tokenizer) == (end,)
+    reply = encode_reply(COMPACT, tokenizer, "up")
+    assert reply.tolist() == [*tokenizer.encode("<action>up</action>"), end]
+
+
+@pytest.mark.parametrize("template", [WORDS, COMPACT])
+def test_model_without_an_end_token_is_refused(template):
     tokenizer = byte_tokenizer(chat=False, knows_end=False)
     with pytest.raises(UserError, match="eos_token"):
-        stop_ids(WORDS, tokenizer)
+        stop_ids(template, tokenizer)
     with pytest.raises(UserError, match="eos_token"):
-        encode_reply(WORDS, tokenizer, "up")
+        encode_reply(template, tokenizer, "up")

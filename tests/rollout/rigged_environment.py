@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 
 import gymnasium
 
@@ -18,7 +19,7 @@ class Options:
 class RiggedEnv(gymnasium.Env):
     """Only "right" moves the player; "down" ends the episode, except as the task says.
 
-    Tasks: "lose", "win", "raise" (at "down"), "never the same" (at each reset).
+    Tasks: "lose", "win", "raise", "hang" (at "down"), "never the same" (each reset).
     """
 
     def reset(self, *, seed=None, options=None):
@@ -32,6 +33,8 @@ class RiggedEnv(gymnasium.Env):
         is_end = action == "down"
         if is_end and self._task == "raise":
             raise ZeroDivisionError("as asked")
+        if is_end and self._task == "hang":
+            time.sleep(60)
         if action == "right":
             self._anchor = "moved"
         reason = "" if action in ("right", "down") else "nothing happens"
