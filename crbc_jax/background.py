@@ -17,8 +17,8 @@ class Interrupted(Exception):
         signal_number: SIGINT or SIGTERM.
     """
 
-    def __init__(self, signal_number: int, message: str = ""):
-        super().__init__(message)
+    def __init__(self, signal_number: int):
+        super().__init__(f"signal {signal_number}")
         self.signal_number = signal_number
 
 

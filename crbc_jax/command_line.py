@@ -31,8 +31,8 @@ def start(main: Callable[[Any], None], required: Sequence[str]) -> None:
         except (flags.Error, OSError, AttributeError, TypeError, ValueError) as error:
             sys.exit(f"{script}: {_one_line(error)}")
         for example in required:
-            if flags.FLAGS[example.split("=")[0]].value is None:
-                name = example.split("=")[0]
+            name = example.partition("=")[0]
+            if flags.FLAGS[name].value is None:
                 sys.exit(f"{script}: --{name} is missing, e.g. --{example}")
         if len(rest) > 1:
             sys.exit(f"{script}: not a flag: {rest[1]!r}; flags begin with --")

@@ -97,7 +97,7 @@ def default_config() -> ConfigDict:
     config.loss.dual_clip = 3.0  # Bound of ratio x advantage when it is negative.
     config.loss.ratio = "token"  # Importance ratio of each token; "step": of the whole
     # reply; "step_mean": its geometric mean over the tokens.
-    config.loss.aggregation = "group_step"  # Or "token_mean".
+    config.loss.aggregation = "group_step"  # A row of learner.packing.AGGREGATIONS.
     config.loss.kl_coef = 0.0  # Of the k3 penalty to the warm-started reference.
     config.loss.entropy_coef = 0.0
     config.loss.degenerate_groups = "keep"  # "drop_pg", "drop_all": for groups
@@ -132,6 +132,6 @@ def default_config() -> ConfigDict:
     config.evaluate.temperature = 0.4
 
     config.checkpoint = ConfigDict()
-    config.checkpoint.every = 10  # Updates; also after the last.
+    config.checkpoint.every = 10  # Updates; also at each evaluation.
     config.checkpoint.keep_last = 2  # Besides the best by held-out success.
     return config

@@ -126,7 +126,11 @@ def _depth(depth: Any) -> int:
     """The notebook's depth (None is full) -> the kernels' (-1 is full)."""
     if depth is None:
         return -1
-    if depth < 0 or depth != int(depth):
+    try:
+        sound = 0 <= depth < 2**31 and depth == int(depth)
+    except (TypeError, ValueError):
+        sound = False
+    if not sound:
         raise ValueError(
             f"depth must be 0, 1, 2, ... backups, or None for the full closure; got "
             f"{depth!r}"

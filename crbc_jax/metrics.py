@@ -37,13 +37,25 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl in order; [] if there is none.
 
     A last line that a kill cut short is left out. A value that was not finite is None.
+
+    Raises:
+        UserError: naming another line that is damaged.
     """
     path = pathlib.Path(workdir) / "metrics.jsonl"
     if not path.exists():
         return []
     *lines, unfinished = path.read_text().split("\n")
     del unfinished  # "" after a whole line.
-    return [json.loads(line) for line in lines]
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(
+                f"{path}, line {number} is damaged ({error}); remove that line and run "
+                "the same command again"
+            ) from error
+    return rows
 
 
 def comparable(row: Mapping[str, Any]) -> dict[str, Any]:

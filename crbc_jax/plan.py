@@ -9,6 +9,9 @@ from ml_collections import ConfigDict
 
 from crbc_jax import envs
 from crbc_jax.advantages import ANNOTATED, WITHOUT_GROUP, make_estimator
+from crbc_jax.envs.base import digest_lines
+from crbc_jax.learner.losses import OLD_LOGPROBS, RATIOS
+from crbc_jax.learner.packing import AGGREGATIONS, DEGENERATE_GROUPS
 from crbc_jax.models.config import count_params, load_config
 from crbc_jax.rollout import ENGINES
 from crbc_jax.rollout.actions import PARSERS
@@ -35,8 +38,8 @@ class Plan:
     max_steps_per_update: int
     max_tokens_per_update: int
     num_updates: int
-    memory_gib: float  # A device, at the peak of an update.
-    available_gib: float
+    memory_gib: float  # At the peak of an update, all devices together.
+    available_gib: float  # Main memory of this machine.
     workdir: pathlib.Path
 
     def __str__(self) -> str:
@@ -47,8 +50,8 @@ class Plan:
             "an update": f"at most {self.max_steps_per_update:,} environment steps, "
             f"{self.max_tokens_per_update:,} tokens",
             "updates": f"{self.num_updates:,}",
-            "memory": f"about {self.memory_gib:.2f} GiB of {self.available_gib:.1f} GiB"
-            " a device",
+            "memory": f"about {self.memory_gib:.2f} GiB; this machine has "
+            f"{self.available_gib:.1f} GiB",
             "workdir": str(self.workdir),
         }
         return "\n".join(f"{name:>10}  {value}" for name, value in rows.items())
@@ -85,7 +88,7 @@ def make_plan(config: ConfigDict, workdir: pathlib.Path) -> Plan:
         num_params=num_params,
         train_tasks=len(train.ids),
         eval_tasks=len(held_out.ids),
-        digest=train.digest[:32] + held_out.digest[:32],
+        digest=digest_lines([train.digest, held_out.digest]),
         max_steps_per_update=steps,
         max_tokens_per_update=steps * tokens_a_step,
         num_updates=config.learner.num_updates,
@@ -96,7 +99,7 @@ def make_plan(config: ConfigDict, workdir: pathlib.Path) -> Plan:
     if memory > available:
         raise ConfigError(
             f"{plan}\nconfig.model.directory={config.model.directory!r} needs about "
-            f"{memory:.1f} GiB a device and this machine has {available:.1f} GiB; "
+            f"{memory:.1f} GiB and this machine has {available:.1f} GiB; "
             f"what runs here: {_QUICKSTART}"
         )
     return plan
@@ -154,6 +157,7 @@ def _check_numbers(config: ConfigDict) -> None:
         "rollout.max_response_tokens",
         "learner.microbatch_rows",
         "warm_start.batch_rows",
+        "warm_start.num_tasks",
         "evaluate.every",
         "checkpoint.every",
         "checkpoint.keep_last",
@@ -178,14 +182,45 @@ def _check_numbers(config: ConfigDict) -> None:
         "must be 0 (strictly on-policy) or 1 (collection overlaps the update)",
     )
     need(config.rollout.temperature > 0, "rollout.temperature", "must be positive")
-    need(config.evaluate.temperature >= 0, "evaluate.temperature", "must be 0 or more")
-    need(
-        config.learner.learning_rate >= 0, "learner.learning_rate", "must be 0 or more"
-    )
+    for field in ("evaluate.temperature", "learner.learning_rate", "loss.kl_coef"):
+        section, leaf = field.split(".")
+        need(config[section][leaf] >= 0, field, "must be 0 or more")
     need(
         not (config.learner.minibatch_groups and config.learner.minibatch_rows),
         "learner.minibatch_rows",
         "set either this or config.learner.minibatch_groups, not both",
+    )
+    at_least_zero = (
+        "env.num_workers",
+        "rollout.history_length",
+        "learner.num_updates",
+        "learner.minibatch_groups",
+        "learner.minibatch_rows",
+        "learner.weight_decay",
+        "warm_start.steps",
+        "warm_start.noise_steps",
+    )
+    for field in at_least_zero:
+        section, leaf = field.split(".")
+        need(config[section][leaf] >= 0, field, "must be 0 or more")
+    positive = (
+        "env.step_timeout",
+        "rollout.episode_timeout",
+        "loss.clip_high",
+        "learner.max_grad_norm",
+        "warm_start.learning_rate",
+    )
+    for field in positive:
+        section, leaf = field.split(".")
+        need(config[section][leaf] > 0, field, "must be positive")
+    need(0 <= config.seed < 2**32, "seed", "must be 0 or more, and below 2**32")
+    need(0 < config.loss.clip_low <= 1, "loss.clip_low", "must be in (0, 1]")
+    need(config.loss.dual_clip > 1, "loss.dual_clip", "must be above 1")
+    warm = config.warm_start.directory
+    need(
+        not warm or (pathlib.Path(warm) / "checkpoints" / "000000").is_dir(),
+        "warm_start.directory",
+        "holds no checkpoints/000000; give the workdir of a run that kept it",
     )
     need(
         0 <= config.warm_start.label_noise <= 1,
@@ -205,10 +240,10 @@ def _check_numbers(config: ConfigDict) -> None:
         "rollout.engine": ENGINES,
         "rollout.prompt": PROMPTS,
         "rollout.parser": PARSERS,
-        "loss.ratio": ("token", "step", "step_mean"),
-        "loss.aggregation": ("group_step", "token_mean"),
-        "loss.degenerate_groups": ("keep", "drop_pg", "drop_all"),
-        "learner.old_logprobs": ("recomputed", "sampled"),
+        "loss.ratio": RATIOS,
+        "loss.aggregation": AGGREGATIONS,
+        "loss.degenerate_groups": DEGENERATE_GROUPS,
+        "learner.old_logprobs": OLD_LOGPROBS,
     }
     for field, known in choices.items():
         section, leaf = field.split(".")

@@ -21,11 +21,13 @@ import json
 import pathlib
 import platform
 import string
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crbc_jax import figures
 from crbc_jax.metrics import read_metrics
+from crbc_jax.types import UserError
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _SYMBOLS = {"value": "V", "action_value": "Q", "group_advantage": "group advantage"}
@@ -86,14 +88,19 @@ def write_report(workdir: pathlib.Path, *, command: str) -> pathlib.Path:
 
     Returns:
         The path of report.html.
+
+    Raises:
+        UserError: naming a file of the workdir that is damaged.
     """
     workdir = pathlib.Path(workdir)
     rows = read_metrics(workdir)
     evaluations = [
-        json.loads(path.read_text()) for path in sorted(workdir.glob("evals/*.json"))
+        record
+        for path in sorted(workdir.glob("evals/[0-9]*.json"))
+        for record in _read_json(path)
     ]
     config_path = workdir / "config.json"
-    config = json.loads(config_path.read_text()) if config_path.exists() else {}
+    config = _read_json(config_path)[0] if config_path.exists() else {}
     curves = figures.draw_curves(rows)
     curves.savefig(workdir / "curves.png", dpi=150)
     page = _PAGE.substitute(
@@ -180,12 +187,25 @@ def _seconds(rows: Sequence[Mapping]) -> str:
     return _image(figures.draw_seconds(seconds), f"Time by stage: {text}")
 
 
+def _read_json(path: pathlib.Path) -> list[Any]:
+    """The value of a JSON file, or those of a compressed file of JSON lines."""
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path, "rt") as file:
+                return [json.loads(line) for line in file]
+        return [json.loads(path.read_text())]
+    except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(
+            f"{path} is damaged ({error}); remove it and run the same command again: "
+            "the report is then made without it"
+        ) from error
+
+
 def _rollouts(workdir: pathlib.Path) -> str:
-    paths = sorted(workdir.glob("rollouts/*.jsonl.gz"))
+    paths = sorted(workdir.glob("rollouts/[0-9]*.jsonl.gz"))
     if not paths:
         return "<p>No rollouts were kept.</p>"
-    with gzip.open(paths[-1], "rt") as file:
-        records = [json.loads(line) for line in file]
+    records = _read_json(paths[-1])
     update = int(paths[-1].name.split(".")[0])
     return "\n".join(
         [

@@ -4,6 +4,7 @@
 version 0 is the policy that reinforcement learning starts from.
 """
 
+import concurrent.futures
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,15 @@ class Rollouts:
     """Engine and environments: collects groups for training, and evaluates.
 
     A context manager; leaving it stops worker processes and frees the engine.
+
+    Args:
+        config: of the whole run.
+        decoder_config: shape of the policy, for an engine that runs it.
+        tokenizer: of the policy.
+        background: where engine and environments live.
+
+    Raises:
+        ValueError: naming the setting of environment or engine that does not fit.
     """
 
     def __init__(
@@ -100,7 +110,8 @@ class Rollouts:
             episode_timeout=config.rollout.episode_timeout,
         )
         self._ahead: tuple[int, list[Group]] | None = None  # Collected ahead.
-        self._running = None  # The collection of the next update, at lag 1.
+        # The collection of the next update while it runs, at lag 1.
+        self._running: tuple[int, concurrent.futures.Future] | None = None
 
     def __enter__(self) -> "Rollouts":
         self._background.run(self._player.pool.__aenter__())
@@ -189,6 +200,9 @@ class Rollouts:
             )
         )
         progress.finish(bar, keep=False)
+        # The counters of an update are those of its own rollouts, also where a resumed
+        # run did not evaluate before it.
+        self._player.engine.stats()
         return result
 
     def demonstrate(self) -> list[Demonstration]:

@@ -32,7 +32,6 @@ class Workdir:
         self, path: pathlib.Path, config: ConfigDict, digests: Mapping[str, str]
     ):
         self._path = path
-        self._settings = config.checkpoint
         self._panel = digests["eval"]
         self._temperature = config.evaluate.temperature
         self._identity = {
@@ -46,8 +45,8 @@ class Workdir:
             raise UserError(
                 f"--workdir={str(path)!r} cannot be made: {error}; choose another"
             ) from error
-        (path / "run.json").write_text(json.dumps(self._identity, indent=1))
-        (path / "config.json").write_text(config.to_json(indent=1))
+        _write_whole(path / "run.json", json.dumps(self._identity, indent=1))
+        _write_whole(path / "config.json", config.to_json(indent=1))
         self._checkpoints = Checkpointer(path, keep_last=config.checkpoint.keep_last)
 
     def restore(self, target: TrainState) -> tuple[int, TrainState, list[Group]] | None:
@@ -109,13 +108,13 @@ class Workdir:
             "panel": self._panel,
         }
         path.parent.mkdir(exist_ok=True)
-        hidden = path.with_name(f".{path.name}")
-        hidden.write_text(json.dumps(record, indent=1))
-        hidden.replace(path)
+        _write_whole(path, json.dumps(record, indent=1))
 
     def summary(self) -> str:
         """Held-out success before and after, with intervals."""
         paths = sorted((self._path / "evals").glob("[0-9]*.json"))
+        if not paths:
+            return "no evaluation is left in the workdir"
         evaluations = [json.loads(path.read_text()) for path in paths]
         lines = []
         for word, evaluation in zip(
@@ -134,9 +133,29 @@ class Workdir:
         """Writes nothing into a folder that is not this run's."""
         record = self._path / "run.json"
         if record.exists():
-            check_same_run(json.loads(record.read_text()), self._identity)
-        elif self._path.exists() and any(self._path.iterdir()):
+            try:
+                saved = json.loads(record.read_text())
+            except ValueError as error:
+                raise UserError(
+                    f"{record} is damaged ({error}); write into it what meta.identity "
+                    "of a checkpoints/*/record.json says, or choose another --workdir"
+                ) from error
+            check_same_run(saved, self._identity)
+        elif self._path.exists() and {p.name for p in self._path.iterdir()} - {
+            _hidden(record).name  # Of a run that was killed as it began.
+        }:
             raise UserError(
                 f"--workdir={str(self._path)!r} is not empty and holds no run; "
                 "choose another folder, or a new one"
             )
+
+
+def _write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file so that no moment of a kill leaves half of it."""
+    hidden = _hidden(path)
+    hidden.write_text(text)
+    hidden.replace(path)
+
+
+def _hidden(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(f".{path.name}")

@@ -117,7 +117,7 @@ def main(_) -> None:
     workdir = pathlib.Path(_WORKDIR.value)
     config = read_config(workdir)
 
-    # Only now: this loads JAX and Orbax, which takes seconds.
+    # Only now: this loads Orbax, which takes seconds.
     from crbc_jax.checkpoint import Checkpointer
 
     checkpoints = Checkpointer(workdir, keep_last=1)

@@ -15,6 +15,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from crbc_jax import command_line
+from crbc_jax.background import Interrupted
 from crbc_jax.plan import make_plan
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -36,8 +37,8 @@ def main(_) -> None:
     workdir = pathlib.Path(_WORKDIR.value or default_workdir(config_path))
     print(make_plan(_CONFIG.value, workdir), flush=True)
 
-    # Only now: these load JAX, Flax, Optax and Orbax, which takes seconds.
-    from crbc_jax.train import Interrupted, train
+    # Only now: this loads Flax, Optax and Orbax, which takes seconds.
+    from crbc_jax.train import train
 
     try:
         train(_CONFIG.value, workdir, command=" ".join(["python", *sys.argv]))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -104,6 +105,18 @@ def test_columns_may_be_arrays_or_of_a_data_frame():
         ({"step": [0, 0, 0, 1]}, ["'step'", "row 1"]),
         ({"group_id": ["x", "x", "y", "y"], "traj_id": ["a"] * 4}, ["'traj_id'"]),
         ({"success": [True, False, False, False]}, ["'success'", "row 1"]),
+        ({"success": ["True", "True", "False", "False"]}, ["row 0", "'True'", "1 and"]),
+        ({"success": [[1], [1], [0], [0]]}, ["'success'", "row 0"]),
+        ({"reward": np.zeros((4, 1))}, ["'reward'", "[4, 1]"]),
+        ({"reward": [0.0, 1e39, 0.0, 0.0]}, ["'reward'", "row 1", "1e+39", "scale"]),
+        ({"reward": (x for x in range(4))}, ["'reward'", "generator", "list"]),
+        ({"anchor": "stsu"}, ["'anchor'", "str", "list"]),
+        ({"action": {"a", "b", "c", "d"}}, ["'action'", "set", "list"]),
+        ({"step": np.array(0)}, ["'step'", "list"]),
+        ({"anchor": np.array([0.0, np.nan, 0.0, 1.0])}, ["'anchor'", "row 1", "NaN"]),
+        ({"group_id": ["x", "x", float("nan"), "x"]}, ["'group_id'", "row 2", "NaN"]),
+        ({"response_len": [1, 2, -1, 1]}, ["'response_len'", "row 2", "-1"]),
+        ({"response_len": [1, 2, 2**40, 1]}, ["'response_len'", "row 2"]),
     ],
 )
 def test_a_wrong_column_is_named_with_its_row(change, words):
@@ -125,6 +138,11 @@ def test_a_wrong_column_is_named_with_its_row(change, words):
         ("crbc", {"beta": float("nan")}, ["beta", "(0, 1]"]),
         ("crbc", {"depth": -1}, ["depth", "None"]),
         ("crbc", {"depth": 1.5}, ["depth", "None"]),
+        ("crbc", {"depth": "full"}, ["depth", "None", "'full'"]),
+        ("crbc", {"depth": float("nan")}, ["depth", "None"]),
+        ("crbc", {"depth": 2**40}, ["depth", "None"]),
+        ("crbc", {"invalid_action_penalty": "1"}, ["invalid_action_penalty", "finite"]),
+        ("graphgpo", {"normalize_distance": "no"}, ["normalize_distance", "True or"]),
         ("gigpo", {"step_weight": float("inf")}, ["step_weight", "finite"]),
         ("gigpo", {"discount": "high"}, ["discount", "(0, 1]"]),
         ("proas", {"base": "grop"}, ["grop", "'grpo'"]),
@@ -135,6 +153,41 @@ def test_a_wrong_name_or_option_is_named(estimator, options, words):
     with pytest.raises(ValueError) as error:
         crbc_jax.step_advantages(two_rollouts(), estimator, **options)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("steps", [None, [{"group_id": 0}], "steps"])
+def test_what_is_no_table_is_refused(steps):
+    with pytest.raises(ValueError, match="does not map names to columns"):
+        crbc_jax.step_advantages(steps)
+
+
+def test_a_whole_table_may_list_its_columns_as_pyarrow_does():
+    class Table:
+        """Iterates over columns, not names."""
+
+        def __init__(self, columns):
+            self.columns, self.column_names = columns, list(columns)
+
+        def __getitem__(self, name):
+            return self.columns[name]
+
+        def __iter__(self):
+            return iter(self.columns.values())
+
+    np.testing.assert_array_equal(
+        crbc_jax.step_advantages(Table(two_rollouts())),
+        crbc_jax.step_advantages(two_rollouts()),
+    )
+
+
+def test_frames_of_any_library_are_anchors():
+    frames = np.zeros((4, 8, 8, 3), np.uint8)
+    frames[1], frames[3] = 1, 2
+    expected, got = (
+        crbc_jax.step_advantages(two_rollouts() | {"anchor": make(frames)})
+        for make in (np.asarray, jnp.asarray)
+    )
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_closure_options_are_checked():

@@ -26,7 +26,7 @@ ARROWS = {
     # The notebook's door: columns in, advantages out.
     "credit": {"advantages", "graph", "kernels", "types"},
     # Checks names in every table before a run begins.
-    "plan": {"advantages", "envs", "models", "rollout", "types"},
+    "plan": {"advantages", "envs", "learner", "models", "rollout", "types"},
     "evaluate": {"envs", "rollout", "types"},
     "figures": {"types"},
     "report": {"figures", "metrics", "types"},

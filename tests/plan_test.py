@@ -32,10 +32,12 @@ def test_what_cannot_fit_names_the_command_that_runs_here(tmp_path):
 
 def test_digest_changes_with_the_tasks(tmp_path):
     config = default_config()
-    first = make_plan(config, tmp_path).digest
-    assert make_plan(config, tmp_path).digest == first
+    first = make_plan(config, tmp_path)
+    assert make_plan(config, tmp_path).digest == first.digest
     config.env.num_eval_tasks += 1
-    assert make_plan(config, tmp_path).digest != first
+    second = make_plan(config, tmp_path)
+    assert second.digest[:12] != first.digest[:12]  # The user sees no more of it.
+    assert f"(digest {second.digest[:12]})" in str(second)
 
 
 @pytest.mark.parametrize(
@@ -55,15 +57,29 @@ def test_digest_changes_with_the_tasks(tmp_path):
         ("advantage.crbc.depth", -2, "depth"),
         ("loss.aggregation", "token_meen", "token_mean"),
         ("loss.degenerate_groups", "drop", "drop_pg"),
+        ("loss.kl_coef", -0.1, "0 or more"),
         ("warm_start.label_noise", 1.5, "[0, 1]"),
         ("learner.learning_rate", -1.0, "0 or more"),
+        ("learner.learning_rate", float("nan"), "0 or more"),
+        ("learner.num_updates", -1, "0 or more"),
+        ("learner.minibatch_rows", -5, "0 or more"),
+        ("learner.max_grad_norm", 0.0, "positive"),
+        ("warm_start.num_tasks", 0, "at least 1"),
+        ("warm_start.steps", -5, "0 or more"),
+        ("warm_start.directory", "/no/such", "checkpoints/000000"),
+        ("rollout.history_length", -1, "0 or more"),
+        ("env.num_workers", -1, "0 or more"),
+        ("env.step_timeout", 0.0, "positive"),
+        ("loss.clip_low", -0.2, "(0, 1]"),
+        ("loss.dual_clip", 0.5, "above 1"),
+        ("seed", -1, "0 or more"),
     ],
 )
 def test_a_setting_that_no_run_can_work_with_is_named(tmp_path, field, value, words):
     config = default_config()
-    section, leaf = field.rsplit(".", 1)
+    *sections, leaf = field.split(".")
     node = config
-    for name in section.split("."):
+    for name in sections:
         node = node[name]
     node[leaf] = value
     with pytest.raises(ConfigError) as error:

@@ -10,7 +10,7 @@ from crbc_jax.evaluate import EvalResult, TaskResult
 from crbc_jax.metrics import MetricsWriter, read_metrics
 from crbc_jax.report import write_report
 from crbc_jax.trajectories import write_groups
-from crbc_jax.types import INVALID_ACTION, Step, Trajectory
+from crbc_jax.types import INVALID_ACTION, Step, Trajectory, UserError
 
 COMMAND = "python experiments/run.py --config=configs/quickstart.py --config.seed='<1>'"
 BOARD = "######\n#_P__#\n#_X__#\n#__O_#\n#____#\n######"
@@ -196,3 +196,24 @@ def test_a_run_without_anything_yet_still_has_a_report(tmp_path, num_updates):
     if num_updates is not None:
         make_workdir(tmp_path, num_updates)
     Checker(write_report(tmp_path, command=COMMAND).read_text())
+
+
+@pytest.mark.parametrize(
+    "name", ["evals/000010.json", "rollouts/000030.jsonl.gz", "metrics.jsonl"]
+)
+def test_a_damaged_file_is_named_with_what_to_do(tmp_path, name):
+    make_workdir(tmp_path)
+    path = tmp_path / name
+    if path.suffix == ".jsonl":
+        path.write_text(path.read_text() + "no json\n")
+    else:
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match=rf"{name}.* damaged .*; remove"):
+        write_report(tmp_path, command=COMMAND)
+
+
+def test_half_written_files_of_a_kill_are_not_read(tmp_path):
+    make_workdir(tmp_path)
+    (tmp_path / "evals" / ".000005.json").write_text("{")
+    (tmp_path / "rollouts" / ".000031.jsonl.gz").write_text("{")
+    write_report(tmp_path, command=COMMAND)

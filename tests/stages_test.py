@@ -93,6 +93,22 @@ def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_damaged_record_of_the_run_is_named(tmp_path):
+    Workdir(tmp_path / "run", default_config(), DIGESTS)
+    (tmp_path / "run" / "run.json").write_text('{"config": ')
+    with pytest.raises(UserError, match=r"run\.json is damaged .*record\.json"):
+        Workdir(tmp_path / "run", default_config(), DIGESTS)
+
+
+def test_a_run_that_was_killed_as_it_began_may_begin_again(tmp_path):
+    (tmp_path / ".run.json").write_text('{"config": ')
+    Workdir(tmp_path, default_config(), DIGESTS)
+
+
+def test_a_summary_without_evaluations_says_so(tmp_path):
+    assert "no eval" in Workdir(tmp_path, default_config(), DIGESTS).summary()
+
+
 def test_a_folder_that_cannot_be_made_names_the_flag(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--workdir"):

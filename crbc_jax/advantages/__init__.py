@@ -65,6 +65,8 @@ _RULES = {
         "'trajectories' or 'steps'",
     ),
     "normalization": (lambda x: x in ("mean_std", "mean"), "'mean_std' or 'mean'"),
+    "normalize_distance": (lambda x: x in (True, False), "True or False"),
+    "base_group": (lambda x: x in (True, False), "True or False"),
 }
 
 
@@ -103,7 +105,8 @@ def bind(name: str, options: Mapping[str, Any]) -> Callable:
             known += list(inspect.signature(ESTIMATORS[base]).parameters)[1:]
     for option, value in options.items():
         check_name(f"option of {name!r}", option, known)
-        _check_value(name, option, value)
+        if option != "base":  # Checked above.
+            _check_value(name, option, value)
     return functools.partial(ESTIMATORS[name], **options)
 
 
@@ -118,8 +121,6 @@ def check_name(what: str, name: Any, known: Iterable[str]) -> None:
 
 def _check_value(name, option, value):
     rule, words = _RULES.get(option, (None, "a finite number"))
-    if rule is None and isinstance(value, str | bool):
-        return
     try:
         sound = rule(value) if rule else math.isfinite(value)
     except (TypeError, ValueError):

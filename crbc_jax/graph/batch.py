@@ -5,7 +5,7 @@ pure function of arrays of a few fixed sizes.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ EXTRAS = {
 }
 # Of each name one value a row: a list, an array, or a column of pandas or pyarrow.
 Columns = Mapping[str, Any]
+_MAX_NUMBER = 1e15  # Rewards beyond lose their differences, or overflow, in float32.
 _ROWS = (128, 512)  # Smallest buckets of a group's rows; then powers of two.
 _MIN_TRAJECTORIES = 16
 # As many groups as that are padded in, unless the rows are many: usual batches then
@@ -184,16 +185,25 @@ def build_batch(
 
 def _read(columns: Columns) -> dict[str, Any]:
     """Checks each column by itself, and turns it into numbers."""
+    if names := getattr(columns, "column_names", None):  # A pyarrow table.
+        columns = {name: columns[name] for name in names}
+    if isinstance(columns, str) or not hasattr(columns, "keys"):
+        raise ColumnError(
+            f"steps: {type(columns).__name__} does not map names to columns; give a "
+            f"dict or a table with the columns {list(REQUIRED)}"
+        )
     for name in REQUIRED:
         if name not in columns:
             raise ColumnError(
                 f"column {name!r} is missing; needed are {list(REQUIRED)}, known "
                 f"besides {[*OPTIONAL, *EXTRAS]}"
             )
+    known = [name for name in (*REQUIRED, *OPTIONAL, *EXTRAS) if name in columns]
+    for name in known:
+        _check_is_column(name, columns[name])
     num_rows = len(columns["group_id"])
     if not num_rows:
         raise ColumnError("column 'group_id' has no row: nothing to credit")
-    known = [name for name in (*REQUIRED, *OPTIONAL, *EXTRAS) if name in columns]
     for name in known:
         if len(columns[name]) != num_rows:
             raise ColumnError(
@@ -209,7 +219,8 @@ def _read(columns: Columns) -> dict[str, Any]:
         anchor, next_anchor = _codes("anchor", anchors), None
     else:
         joined = [*_as_list(anchors), *_as_list(next_anchors)]
-        anchor, next_anchor = np.split(_codes("anchor", joined), 2)
+        _check_known("anchor", joined[:num_rows])  # What follows an end may be NaN.
+        anchor, next_anchor = np.split(_codes("anchor", joined, check=False), 2)
     valid = columns.get("is_action_valid")
     return {
         "group": group_codes,
@@ -230,7 +241,9 @@ def _read(columns: Columns) -> dict[str, Any]:
             name: (
                 _flags(name, columns[name])
                 if dtype is np.bool_
-                else _numbers(name, columns[name], dtype is np.int32).astype(dtype)
+                else _counts(name, columns[name])
+                if dtype is np.int32
+                else _numbers(name, columns[name])
             )
             for name, dtype in EXTRAS.items()
             if name in columns
@@ -238,8 +251,35 @@ def _read(columns: Columns) -> dict[str, Any]:
     }
 
 
+def _check_is_column(name: str, values: Any) -> None:
+    is_sized = hasattr(values, "__len__") and getattr(values, "ndim", 1) > 0
+    if not is_sized or isinstance(values, str | bytes | Mapping | Set):
+        raise ColumnError(
+            f"column {name!r}: {type(values).__name__} is not a column; give a list or "
+            "an array with one value an environment step"
+        )
+
+
+def _check_known(name: str, values: Any) -> None:
+    """Refuses NaN, a table's missing value: it equals nothing, not even itself."""
+    if isinstance(values, np.ndarray):
+        if values.ndim > 1 or values.dtype.kind not in "fO":
+            return
+        values = values.tolist()
+    if float not in set(map(type, values)):
+        return
+    for row, value in enumerate(values):
+        if type(value) is float and value != value:
+            raise ColumnError(
+                f"column {name!r}, row {row}: NaN is not a value that rows can share; "
+                "fill it in, or leave the trajectory out"
+            )
+
+
 def _as_list(values: Any) -> list:
     """Python objects of a list, an array, or a column of pandas or pyarrow."""
+    if getattr(values, "ndim", 1) > 1:  # Of JAX or torch, too.
+        values = np.asarray(values)
     if isinstance(values, np.ndarray):
         # Further axes belong to the value: frames stay arrays.
         return values.tolist() if values.ndim == 1 else list(values)
@@ -249,9 +289,11 @@ def _as_list(values: Any) -> list:
     return list(values)
 
 
-def _codes(name: str, values: Any) -> np.ndarray:
+def _codes(name: str, values: Any, check: bool = True) -> np.ndarray:
     if not isinstance(values, np.ndarray):
         values = _as_list(values)
+    if check:
+        _check_known(name, values)
     try:
         return intern(values)
     except TypeError as error:
@@ -279,6 +321,11 @@ def _numbers(name: str, values: Any, whole: bool = False) -> np.ndarray:
         for row, value in enumerate(_as_list(values)):
             if isinstance(value, int | float | np.number):
                 numbers[row] = value
+    if numbers.ndim > 1:
+        raise ColumnError(
+            f"column {name!r} has the shape {list(numbers.shape)}; give one number an "
+            "environment step"
+        )
     wrong = ~np.isfinite(numbers) | (whole & (numbers != np.round(numbers)))
     if wrong.any():
         row = int(np.argmax(wrong))
@@ -287,18 +334,45 @@ def _numbers(name: str, values: Any, whole: bool = False) -> np.ndarray:
             f"column {name!r}, row {row}: {_as_list(values)[row]!r} is not {need}; "
             "leave the trajectory out if it is unknown"
         )
+    if (wrong := np.abs(numbers) > _MAX_NUMBER).any():
+        row = int(np.argmax(wrong))
+        raise ColumnError(
+            f"column {name!r}, row {row}: {_as_list(values)[row]!r} is beyond "
+            f"{_MAX_NUMBER:g}, too large for float32; scale it"
+        )
     return numbers.astype(np.int64) if whole else numbers
 
 
-def _flags(name: str, values: Any) -> np.ndarray:
-    numbers = _numbers(name, values)
-    wrong = (numbers != 0) & (numbers != 1)
+def _counts(name: str, values: Any) -> np.ndarray:
+    """int32 [rows], from 0."""
+    numbers = _numbers(name, values, whole=True)
+    wrong = (numbers < 0) | (numbers > np.iinfo(np.int32).max)
     if wrong.any():
         row = int(np.argmax(wrong))
         raise ColumnError(
-            f"column {name!r}, row {row}: {numbers[row]!r} is neither true nor false"
+            f"column {name!r}, row {row}: {numbers[row]} is not a count; give 0, 1, "
+            "2, ... below 2**31"
         )
-    return numbers.astype(bool)
+    return numbers.astype(np.int32)
+
+
+def _flags(name: str, values: Any) -> np.ndarray:
+    """bool [rows]; a string is no flag, since bool("False") is true."""
+    flags = _as_list(values)
+    if not _are_flags(flags):
+        row = next(row for row, flag in enumerate(flags) if not _are_flags([flag]))
+        raise ColumnError(
+            f"column {name!r}, row {row}: {flags[row]!r} is neither true nor false; "
+            "give True and False, or 1 and 0"
+        )
+    return np.asarray(flags, bool)
+
+
+def _are_flags(values: list) -> bool:
+    try:
+        return set(values) <= {0, 1}
+    except TypeError:  # Not hashable.
+        return False
 
 
 def _check_trajectories(group, trajectory, step, success, order) -> None:

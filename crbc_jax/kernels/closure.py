@@ -23,8 +23,8 @@ from crbc_jax.types import Scalar, TransitionBatch
 
 # A residual above this voids a group; rounding alone leaves below 1e-5 in float32.
 MAX_RESIDUAL = 1e-3
-# Matrices of at most so many elements are solved at once (64 MiB in float32). Batched
-# solvers of some backends were wrong beyond 2^29, and memory stays bounded.
+# Matrices of at most so many elements are solved at once (64 MiB in float32): memory
+# stays bounded, and batched solvers of GPUs were wrong beyond 2^29 elements.
 MAX_ELEMENTS = 2**24
 
 
@@ -251,18 +251,20 @@ def _solve_systems(
 
     def solve(operands):
         place, entry, right = operands
-        matrix = set_sums(entry, place, size * size).reshape(-1, size, size)
-        system = jnp.eye(size, dtype=entry.dtype) - matrix
-        # [..., None]: as many groups as anchors would be read as one matrix.
+        matrix = jnp.zeros(size * size, entry.dtype).at[place].add(entry, mode="drop")
+        system = jnp.eye(size, dtype=entry.dtype) - matrix.reshape(size, size)
         with jax.default_matmul_precision("highest"):
-            return jnp.linalg.solve(system, right[..., None])[..., 0]
+            return jnp.linalg.solve(system, right)
 
-    at_once = max(1, MAX_ELEMENTS // (size * size))
-    if num_groups <= at_once:
-        return solve((place, entry, right))
-    padding = -num_groups % at_once
-    chunks = jax.tree.map(
-        lambda x: jnp.pad(x, ((0, padding), (0, 0))).reshape(-1, at_once, x.shape[1]),
-        (place, entry, right),
+    def one_by_one(*operands):
+        return jax.lax.map(solve, operands)
+
+    def at_once(*operands):
+        most = max(1, MAX_ELEMENTS // (size * size))
+        return jax.lax.map(solve, operands, batch_size=min(most, num_groups))
+
+    # On CPUs a batched LU is no faster, and in jax 0.10 it may wait for ever: it hands
+    # its parts to the very threads that block on them (jaxlib's ParallelBatchMap).
+    return jax.lax.platform_dependent(
+        place, entry, right, cpu=one_by_one, default=at_once
     )
-    return jax.lax.map(solve, chunks).reshape(-1, size)[:num_groups]

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 from ml_collections import ConfigDict
 
-from crbc_jax.learner import gradient, sharding
+from crbc_jax.learner import gradient, losses, sharding
 from crbc_jax.learner import update as updates
 from crbc_jax.learner.packing import Capacity, MiniBatch, pack
 from crbc_jax.learner.warm_start import (
@@ -54,10 +54,10 @@ def make_learner(
         ValueError: naming a field with a value that is not known.
     """
     settings = config.learner
-    if settings.old_logprobs not in updates.OLD_LOGPROBS:
+    if settings.old_logprobs not in losses.OLD_LOGPROBS:
         raise ValueError(
             f"learner.old_logprobs={settings.old_logprobs!r}; "
-            f"known: {updates.OLD_LOGPROBS}"
+            f"known: {losses.OLD_LOGPROBS}"
         )
     capacity = _capacity(config, mesh)
     options = updates.LossOptions(

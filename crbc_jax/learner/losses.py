@@ -18,6 +18,7 @@ _MAX_LOG_RATIO = 20.0
 _MAX_KL = 10.0  # Of a token's k3 penalty; verl's clamp.
 
 RATIOS = ("token", "step", "step_mean")
+OLD_LOGPROBS = ("recomputed", "sampled")  # What ratios compare with.
 KL_FORMS = ("k1", "abs", "mse", "k3")
 
 

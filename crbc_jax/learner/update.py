@@ -24,7 +24,6 @@ from crbc_jax.models.config import DecoderConfig
 from crbc_jax.types import TrainState
 
 Scalars = dict[str, float]
-OLD_LOGPROBS = ("recomputed", "sampled")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -133,11 +133,9 @@ def _draw_start(
 def _board_text(board: solver.Board, size: int) -> str:
     """Writes a layout as level files do, so that its hash is the same for both."""
     text = "".join(
-        " " if board.floor >> cell & 1 else "#" for cell in range(size * size)
+        "." if board.targets >> cell & 1 else " " if board.floor >> cell & 1 else "#"
+        for cell in range(size * size)
     )
-    for cell in range(size * size):
-        if board.targets >> cell & 1:
-            text = f"{text[:cell]}.{text[cell + 1 :]}"
     return "\n".join(text[row * size : (row + 1) * size] for row in range(size))
 
 
