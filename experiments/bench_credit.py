@@ -9,11 +9,17 @@ import time
 from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+import scipy.sparse
+import scipy.sparse.linalg
+from absl import flags
 
+from crbc_jax import command_line, step_advantages
 from crbc_jax.advantages import ESTIMATORS, bind
 from crbc_jax.graph.batch import build_batch
+from crbc_jax.kernels.closure import solve_closure
+from crbc_jax.kernels.transitions import empirical_process
 
 REPEATS = flags.DEFINE_integer("repeats", 31, "Timed calls of each function.")
 
@@ -96,11 +102,156 @@ def methods_table(repeats: int) -> list[str]:
     return lines
 
 
+def detours(seed: int, num_groups: int, num_anchors: int) -> dict[str, list]:
+    """Groups of 8 x 50 steps with just so many distinct anchors, at most 400.
+
+    Rollouts follow one line of places and leave it for detours of their own, as agents
+    do: most anchors then have a single successor.
+    """
+    rng = np.random.default_rng(seed)
+    line = 20
+    names = ("group_id", "traj_id", "step", "anchor", "action", "reward", "success")
+    columns = {name: [] for name in names}
+    share = min((num_anchors - line) / 400, 0.99)
+    leave = share / (4.5 * (1 - share))
+    for group in range(num_groups):
+        fresh = iter(range(line, num_anchors))
+        for rollout in range(8):
+            place, path = 0, []
+            while len(path) < 50:
+                path.append(place)
+                place = (place + 1) % line
+                if rng.random() < leave:
+                    path += [
+                        a
+                        for _ in range(rng.integers(1, 9))
+                        if (a := next(fresh, -1)) >= 0
+                    ]
+            for step, anchor in enumerate(path[:50]):
+                values = (
+                    group,
+                    (group, rollout),
+                    step,
+                    f"observation {anchor} " + "of a room, as long as they are " * 10,
+                    f"action {rng.integers(3)}",
+                    0.0,
+                    rollout % 2 == 0,
+                )
+                for name, value in zip(names, values, strict=True):
+                    columns[name].append(value)
+    return columns
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def solve_dense(batch, beta: float, size: int):
+    """The plain way: M of every group padded to `size` anchors, one solve, residual."""
+    process = empirical_process(batch)
+    group = jnp.arange(batch.mask.shape[0])[:, None]
+    weight = beta * process.weight
+    matrix = jnp.zeros((batch.mask.shape[0], size, size))
+    matrix = matrix.at[group, batch.source, batch.target].add(weight * process.move)
+    right = jnp.zeros(matrix.shape[:2])
+    right = right.at[group, batch.source].add(weight * process.win)
+    value = jnp.linalg.solve(jnp.eye(size) - matrix, right[..., None])[..., 0]
+    error = right + jnp.einsum("gij,gj->gi", matrix, value) - value
+    return value, jnp.max(jnp.abs(error), axis=1)
+
+
+def solve_sparse(batch, beta: float) -> list[np.ndarray]:
+    """The same by SciPy's sparse LU, group by group, in float64."""
+    values = []
+    inner = batch.mask & ~batch.is_last
+    wins = batch.mask & batch.is_last & batch.success
+    for group, source in enumerate(batch.source):
+        rows, moves = batch.mask[group], inner[group]
+        size = int(source[rows].max()) + 1
+        visits = np.maximum(np.bincount(source[rows], minlength=size), 1)
+        tails, heads = source[moves], batch.target[group, moves]
+        entries = -beta / visits[tails]
+        matrix = scipy.sparse.csc_matrix((entries, (tails, heads)), (size, size))
+        right = beta * np.bincount(source[wins[group]], minlength=size) / visits
+        matrix += scipy.sparse.identity(size, format="csc")
+        values.append(scipy.sparse.linalg.spsolve(matrix, right))
+    return values
+
+
+def closure_table(repeats: int) -> list[str]:
+    """The closure against a plain dense solve in its bucket, and SciPy's sparse LU."""
+    lines = ["Closure of 16 groups, rows to values; milliseconds: median (range)"]
+    lines.append(
+        f"{'anchors':>8}{'core':>6}{'closure':>24}{'dense':>27}{'SciPy':>26}"
+        f"{'dense/':>9}{'SciPy/':>8}"
+    )
+    for num_anchors in (64, 128, 256, 400):
+        batch, _ = build_batch(detours(0, 16, num_anchors))
+        on_device = jax.device_put(batch)
+        distinct = int(batch.source.max()) + 1
+        size = 1 << (distinct - 1).bit_length()
+        expected = solve_sparse(batch, 0.98)
+        value = solve_closure(on_device, 0.98).value
+        for v, e in zip(value, expected, strict=True):
+            np.testing.assert_allclose(v[: len(e)], e, atol=1e-5)
+        times = interleaved(
+            {
+                "closure": functools.partial(solve_closure, on_device, 0.98),
+                "dense": functools.partial(solve_dense, on_device, 0.98, size),
+                "scipy": functools.partial(solve_sparse, batch, 0.98),
+            },
+            repeats,
+        )
+        cells = "".join(
+            f"{m:10.2f} ({low:.2f} to {high:.2f})" for m, low, high in times.values()
+        )
+        closure, dense, sparse = (median for median, _, _ in times.values())
+        lines.append(
+            f"{distinct:8}{batch.num_core:6} {cells}{dense / closure:9.1f}"
+            f"{sparse / closure:8.1f}"
+        )
+    return lines
+
+
+def growth_table(repeats: int) -> list[str]:
+    """From string anchors to advantages: one update, a large batch, one large group."""
+    lines = ["Strings to CRBC advantages, milliseconds: median (lowest to highest)"]
+    sizes = {"16 x 8 x 50": (16, 8, 50), "256 x 16 x 50": (256, 16, 50)}
+    per_row = {}
+    for name, (groups, rollouts, steps) in (
+        sizes | {"1 x 64 x 200": (1, 64, 200)}
+    ).items():
+        columns = random_rollouts(1, groups, rollouts, steps, num_anchors=35)
+        columns["anchor"] = [
+            f"place {a} " + "of a room " * 30 for a in columns["anchor"]
+        ]
+        rows = len(columns["step"])
+        batch, _ = build_batch(columns)
+        on_device = jax.device_put(batch)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) / 2**20
+        times = interleaved(
+            {
+                "whole": lambda c=columns: step_advantages(c),
+                "device": lambda b=on_device: ESTIMATORS["crbc"](b),
+            },
+            max(repeats // 4, 3),
+        )
+        per_row[name] = times["whole"][0] / rows
+        for part, (median, low, high) in times.items():
+            lines.append(
+                f"{name:>14} {part:>7} {rows:8} rows {median:9.2f} ({low:.2f} to "
+                f"{high:.2f}), {1e3 * median / rows:.2f} us a row, batch {size:.1f} MiB"
+            )
+    first, large = (per_row[name] for name in sizes)
+    lines.append(
+        f"a row of the large batch costs {large / first:.2f} x one of the small"
+    )
+    return lines
+
+
 def main(_):
     device = jax.devices()[0]
     print(f"{device.platform} {device.device_kind}, jax {jax.__version__}")
-    print("\n".join(methods_table(REPEATS.value)))
+    for table in (closure_table, growth_table, methods_table):
+        print("\n" + "\n".join(table(REPEATS.value)), flush=True)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.start(main, [])
