@@ -26,6 +26,10 @@ TINY = (
 )
 
 
+# Whole processes, several in a test: slow where the machine is busy.
+pytestmark = pytest.mark.timeout(1200)
+
+
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
     """Of the processes: what one of them compiles, the others find."""
@@ -45,7 +49,7 @@ def script(environment, name, *arguments, **options):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         **options,
     )
 
@@ -162,7 +166,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(environment, finished, tmp_
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "the same command continues" in errors
     reached = max(int(p.name) for p in (workdir / "checkpoints").glob("[0-9]*"))
