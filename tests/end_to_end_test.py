@@ -193,7 +193,7 @@ def test_evaluate_agrees_with_the_run(environment, finished):
     workdir, _ = finished
     result = script(environment, "evaluate", f"--workdir={workdir}", "--checkpoint=4")
     assert result.returncode == 0, result.stderr
-    (path,) = workdir.glob("evaluation-000004-*.json")
+    path = workdir / "evaluation-000004-t0.4.json"
     rate = json.loads(path.read_text())["overall"]["rate"]
     assert rate == read_metrics(workdir)[-1]["eval/success_rate"]
 
