@@ -30,6 +30,8 @@ def start(main: Callable[[Any], None], required: Sequence[str]) -> None:
             rest = flags.FLAGS(argv)
         except (flags.Error, OSError, AttributeError, TypeError, ValueError) as error:
             sys.exit(f"{script}: {_one_line(error)}")
+        except KeyError as error:  # Of ml_collections: a section that is misspelt.
+            sys.exit(f"{script}: --config has no section {_one_line(error)}")
         for example in required:
             name = example.partition("=")[0]
             if flags.FLAGS[name].value is None:

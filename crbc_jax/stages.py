@@ -206,11 +206,23 @@ class Rollouts:
         return result
 
     def demonstrate(self) -> list[Demonstration]:
-        """Lets the expert play training tasks, each step as prompt and reply."""
+        """Lets the expert play training tasks, each step as prompt and reply.
+
+        Raises:
+            UserError: if it cannot solve one of them.
+        """
         env, player, steps = self._config.env, self._player, []
         for task_id in self.train_ids[: self._config.warm_start.num_tasks]:
             records: list[Record] = []
-            for step in envs.expert(env.name, task_id, **self._env_options):
+            try:
+                played = envs.expert(env.name, task_id, **self._env_options)
+            except ValueError as error:
+                raise UserError(
+                    f"no demonstration for the warm start: {error}; raise "
+                    f"config.env.max_steps={env.max_steps}, choose other tasks, or do "
+                    "without: config.warm_start.steps=0 and noise_steps=0"
+                ) from error
+            for step in played:
                 prompt = build_prompt(
                     player.template,
                     player.tokenizer,

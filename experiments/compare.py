@@ -19,7 +19,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from crbc_jax import command_line
-from crbc_jax.advantages import ESTIMATORS
+from crbc_jax.advantages import ANNOTATED, ESTIMATORS
 from crbc_jax.types import UserError
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -107,9 +107,18 @@ def table(curves: dict[str, dict[int, dict[str, float]]]) -> str:
 
 
 def main(_) -> None:
+    known = sorted(set(ESTIMATORS) - set(ANNOTATED))
     for name in _ESTIMATORS.value:
-        if name not in ESTIMATORS:
-            raise UserError(f"--estimators: {name!r} not in {sorted(ESTIMATORS)}")
+        if name not in known:
+            raise UserError(f"--estimators: {name!r} not in {known}")
+    for seed in _SEEDS.value:
+        if not seed.isdecimal():
+            raise UserError(f"--seeds: {seed!r} must be a whole number, e.g. 0,1,2")
+    for flag in (_ESTIMATORS, _SEEDS):
+        if not flag.value or len(set(flag.value)) < len(flag.value):
+            raise UserError(
+                f"--{flag.name}={','.join(flag.value)}: give at least one, each once"
+            )
     workdir = pathlib.Path(_WORKDIR.value)
     success = {name: {} for name in _ESTIMATORS.value}
     for seed in _SEEDS.value:

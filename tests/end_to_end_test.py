@@ -264,6 +264,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(
         (["--config=configs/quickstart.py:smok"], ["'smok'", "smoke"]),
         ([], ["--config is missing"]),
         ([TINY[0], "--config.loss.clip_lo=0.1"], ["clip_lo", "clip_low"]),
+        ([TINY[0], "--config.lerner.num_updates=1"], ["'lerner'", '"learner"']),
         ([TINY[0], "--config.learner.num_updates=1e3"], ["1e3", "whole number"]),
         ([TINY[0], "--config.rollout.group_size=1"], ["rollout.group_size=1"]),
         ([TINY[0], "--config.advantage.crbc.beta=1.5"], ["beta", "(0, 1]", "1.5"]),
@@ -283,3 +284,15 @@ def test_bad_input_is_one_clear_error(environment, arguments, words):
     for word in words:
         assert word in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "argument", ["--estimators=gropu", "--estimators=migpo", "--seeds=a", "--seeds=,0"]
+)
+def test_compare_refuses_before_the_first_run(environment, tmp_path, argument):
+    workdir = tmp_path / "compare"
+    result = script(environment, "compare", TINY[0], argument, f"--workdir={workdir}")
+    assert result.returncode == 1
+    assert argument.split("=")[0] in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not workdir.exists()

@@ -10,7 +10,7 @@ import pytest
 
 from crbc_jax.background import Background, Interrupted, StopSignal
 from crbc_jax.config import default_config
-from crbc_jax.stages import task_schedule
+from crbc_jax.stages import Rollouts, task_schedule
 from crbc_jax.types import UserError
 from crbc_jax.workdir import Workdir
 
@@ -113,3 +113,15 @@ def test_a_folder_that_cannot_be_made_names_the_flag(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--workdir"):
         Workdir(tmp_path / "file" / "run", default_config(), DIGESTS)
+
+
+def test_a_task_that_the_expert_cannot_solve_names_the_settings(monkeypatch):
+    def expert(*_, **__):
+        raise ValueError("task 'a' has one of 50 moves, max_steps is 15")
+
+    monkeypatch.setattr("crbc_jax.envs.expert", expert)
+    rollouts = object.__new__(Rollouts)  # Without engine and environments.
+    rollouts._config, rollouts._player = default_config(), None
+    rollouts.train_ids, rollouts._env_options = ["a"], {}
+    with pytest.raises(UserError, match=r"50 moves.*max_steps=15.*warm_start\.steps=0"):
+        rollouts.demonstrate()
