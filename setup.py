@@ -35,6 +35,7 @@ setup(
             "networkx",
             "pytest>=8",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "scipy",
         ],
