@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import os
 import signal
 import threading
 from collections.abc import Coroutine
@@ -42,6 +43,8 @@ class StopSignal:
     def _handle(self, number: int, _frame) -> None:
         self.number = number
         self.__exit__()
+        # Straight to the terminal: what the main thread was doing may hold the streams.
+        os.write(2, b"\nstopping as soon as this stage is saved; again stops at once\n")
 
 
 class Background:

@@ -68,7 +68,7 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
             rollouts.publish(state.params, first)
         else:
             with clock("warm_start"):
-                state = start(config, decoder_config, learner, rollouts, progress)
+                state = start(config, decoder_config, learner, rollouts, progress, stop)
             rollouts.publish(state.params, 0)
             scalars = evaluate(0)
             metrics.write(0, scalars | {"compilations": compiles.count} | clock.read())
@@ -85,6 +85,12 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
             check_any_played(groups)
             if update == 0:
                 check_replies(groups, tokenizer, config.rollout.max_invalid_share)
+                if cut := sum(t.prompts_truncated for group in groups for t in group):
+                    progress.say(
+                        f"warning: {cut} prompts lost history to fit "
+                        "config.rollout.max_prompt_tokens="
+                        f"{config.rollout.max_prompt_tokens}"
+                    )
             rollouts.start_ahead(update + 1)
             with clock("credit"):
                 advantages, columns, scalars = estimate(groups)
@@ -126,8 +132,18 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
         progress.say(f"{workdir.summary()}\nreport: {report}")
 
 
-def start(config, decoder_config, learner, rollouts, progress) -> TrainState:
-    """Draws fresh parameters, and warms them up on demonstrations if asked to."""
+def start(config, decoder_config, learner, rollouts, progress, stop) -> TrainState:
+    """Draws fresh parameters, and warms them up on demonstrations if asked to.
+
+    Raises:
+        Interrupted: if a signal came; a warm start begins anew.
+    """
+
+    def on_step(done, loss):
+        progress.show("warm start", done, f"loss {loss:.3f}")
+        if stop.number:
+            raise Interrupted(stop.number)
+
     settings = config.warm_start
     if settings.directory:
         progress.say(f"warm start: parameters of {settings.directory}")
@@ -138,11 +154,7 @@ def start(config, decoder_config, learner, rollouts, progress) -> TrainState:
     params = init_params(decoder_config, config.seed)
     if num_steps := settings.steps + settings.noise_steps:
         progress.start("warm start", num_steps)
-        params = learner.warm_start(
-            params,
-            rollouts.demonstrate(),
-            lambda done, loss: progress.show("warm start", done, f"loss {loss:.3f}"),
-        )
+        params = learner.warm_start(params, rollouts.demonstrate(), on_step)
         progress.finish("warm start")
     return learner.init_state(params)
 

@@ -1,9 +1,12 @@
 """The folder of one run: whose it is, its checkpoints, evaluations and rollouts."""
 
+import fcntl
 import json
+import os
 import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
+from typing import TextIO
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -45,6 +48,7 @@ class Workdir:
             raise UserError(
                 f"--workdir={str(path)!r} cannot be made: {error}; choose another"
             ) from error
+        self._lock = _lock(path)
         _write_whole(path / "run.json", json.dumps(self._identity, indent=1))
         _write_whole(path / "config.json", config.to_json(indent=1))
         self._checkpoints = Checkpointer(path, keep_last=config.checkpoint.keep_last)
@@ -142,12 +146,34 @@ class Workdir:
                 ) from error
             check_same_run(saved, self._identity)
         elif self._path.exists() and {p.name for p in self._path.iterdir()} - {
-            _hidden(record).name  # Of a run that was killed as it began.
+            _hidden(record).name,  # Of a run that was killed as it began.
+            ".lock",
         }:
             raise UserError(
                 f"--workdir={str(self._path)!r} is not empty and holds no run; "
                 "choose another folder, or a new one"
             )
+
+
+def _lock(path: pathlib.Path) -> TextIO:
+    """Keeps other processes out for as long as the returned file is open.
+
+    Raises:
+        UserError: if another process trains in the folder.
+    """
+    file = (path / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise UserError(
+            f"--workdir={str(path)!r} is in use by process {file.read() or 'unknown'}; "
+            "wait for it, stop it, or choose another folder"
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
 
 
 def _write_whole(path: pathlib.Path, text: str) -> None:

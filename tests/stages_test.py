@@ -125,3 +125,11 @@ def test_a_task_that_the_expert_cannot_solve_names_the_settings(monkeypatch):
     rollouts.train_ids, rollouts._env_options = ["a"], {}
     with pytest.raises(UserError, match=r"50 moves.*max_steps=15.*warm_start\.steps=0"):
         rollouts.demonstrate()
+
+
+def test_two_processes_do_not_train_in_one_workdir(tmp_path):
+    first = Workdir(tmp_path / "run", default_config(), DIGESTS)
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+        Workdir(tmp_path / "run", default_config(), DIGESTS)
+    del first
+    Workdir(tmp_path / "run", default_config(), DIGESTS)
