@@ -9,7 +9,13 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["crbc_jax", "crbc_jax.*"]),
-    package_data={"crbc_jax": ["models/presets/*/*.json", "envs/sokoban/tiles*"]},
+    package_data={
+        "crbc_jax": [
+            "models/presets/*/*.json",
+            "envs/sokoban/tiles*",
+            "envs/webshop/*.json",
+        ]
+    },
     install_requires=[
         "absl-py",
         "flax>=0.12",
@@ -21,6 +27,7 @@ setup(
         "numpy>=2.0",
         "optax>=0.2.5",
         "orbax-checkpoint>=0.11",
+        "rapidfuzz>=3",
         "rich",
         "tensorboard>=2.19",
         "tokenizers>=0.21",

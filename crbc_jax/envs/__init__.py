@@ -23,7 +23,10 @@ __all__ = [
 ]
 
 # Name -> module, loaded where it is used; base.py says what such a module offers.
-ENVIRONMENTS = {"sokoban": "crbc_jax.envs.sokoban"}
+ENVIRONMENTS = {
+    "sokoban": "crbc_jax.envs.sokoban",
+    "webshop": "crbc_jax.envs.webshop",
+}
 
 
 def make(name: str, **options) -> "gymnasium.Env":
