@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 from crbc_jax.kernels.closure import closure_credit
+from crbc_jax.kernels.groups import in_chunks
 from crbc_jax.kernels.returns import group_advantages
 from crbc_jax.types import Scalar, TransitionBatch
 
@@ -38,11 +39,15 @@ def crbc_advantages(
             "steps" is verl-agent's default, which the paper's runs most likely used.
         invalid_action_penalty: reward units an invalid step.
     """
-    group = group_advantages(
-        batch,
-        stat_weighting=stat_weighting,
-        normalization="mean_std",
-        invalid_action_penalty=invalid_action_penalty,
-    )
-    step = closure_credit(batch, beta=beta, depth=depth, sigma_min=sigma_min).credit
-    return group_weight * group + step_weight * step
+
+    def advantages(batch):
+        group = group_advantages(
+            batch,
+            stat_weighting=stat_weighting,
+            normalization="mean_std",
+            invalid_action_penalty=invalid_action_penalty,
+        )
+        step = closure_credit(batch, beta=beta, depth=depth, sigma_min=sigma_min)
+        return group_weight * group + step_weight * step.credit
+
+    return in_chunks(advantages, batch)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 _MIN_CORE = 32  # A smaller system saves nothing and would be one more to compile.
-_PLAIN = 64  # Up to so many anchors a group, solving for all of them is as fast.
+# Up to that size, solving for all anchors is as fast where that makes no larger system.
+_PLAIN = 64
 
 
 class Chains(NamedTuple):
@@ -39,18 +40,17 @@ def reduce_chains(
     num_groups, num_anchors = source.shape
     base = np.arange(num_groups)[:, None] * num_anchors
     nodes = np.arange(num_groups * num_anchors)
-    is_core = np.zeros(len(nodes), bool)
-    is_core[(base + source)[mask]] = True
-    pointer = nodes
-    has_chains = _largest(is_core, num_groups) > _PLAIN
-    if has_chains:
-        leaves = is_inner & (source != target)
-        is_core, pointer = _find_chains(
-            (base + source)[leaves], (base + target)[leaves], nodes, num_anchors
-        )
+    is_seen = np.zeros(len(nodes), bool)
+    is_seen[(base + source)[mask]] = True
+    leaves = is_inner & (source != target)
+    is_core, pointer = _find_chains(
+        (base + source)[leaves], (base + target)[leaves], nodes, num_anchors
+    )
+    num_core, num_seen = (_bucket(x, num_groups) for x in (is_core, is_seen))
+    has_chains = num_core < num_seen or num_core > _PLAIN
+    if not has_chains:
+        is_core, pointer = is_seen, nodes
     cores = is_core.reshape(num_groups, num_anchors)
-    largest = _largest(is_core, num_groups)
-    num_core = max(_MIN_CORE, 1 << (largest - 1).bit_length())
     core_index = np.where(cores, np.cumsum(cores, axis=1) - 1, num_core)
     return Chains(
         (pointer.reshape(num_groups, num_anchors) - base).astype(np.int32),
@@ -87,8 +87,10 @@ def find_trapped(
     return trapped.reshape(source.shape)
 
 
-def _largest(marked: np.ndarray, num_groups: int) -> int:
-    return int(marked.reshape(num_groups, -1).sum(axis=1).max())
+def _bucket(marked: np.ndarray, num_groups: int) -> int:
+    """Size of a system for the marked anchors of any group."""
+    largest = int(marked.reshape(num_groups, -1).sum(axis=1).max())
+    return max(_MIN_CORE, 1 << (largest - 1).bit_length())
 
 
 def _find_chains(tails, heads, nodes, num_anchors) -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from crbc_jax.kernels.groups import in_chunks
 from crbc_jax.kernels.returns import at_rows, set_sums, steps_to_end
 from crbc_jax.kernels.transitions import (
     Process,
@@ -51,8 +52,7 @@ class Credit(NamedTuple):
 class _Affine(NamedTuple):
     """Every anchor's value in terms of one in the core: offset + slope * V(core)."""
 
-    offset: Float[Array, "groups anchors"]
-    slope: Float[Array, "groups anchors"]
+    maps: Float[Array, "groups anchors 2"]  # Offset and slope.
     core: Int[Array, "groups anchors"]  # Position in the core; beyond it means 0.
 
 
@@ -107,6 +107,14 @@ def closure_credit(
         sigma_min: floor of the scale (appendix C.3).
         method: of `solve_closure`.
     """
+
+    def credit(batch):
+        return _credit(batch, beta, depth, sigma_min, method)
+
+    return in_chunks(credit, batch)
+
+
+def _credit(batch, beta, depth, sigma_min, method) -> Credit:
     process = empirical_process(batch)
     value, outcome, residual = _values(batch, process, beta, depth, method)
     is_sound = (residual <= MAX_RESIDUAL)[:, None] & batch.mask
@@ -186,59 +194,73 @@ def _solve_reduced(beta, batch: TransitionBatch, process: Process):
     keep = jnp.where(process.visits > 0, process.visits - beta * process.loops, 1)
     offset = jnp.where(is_core, 0, beta * process.wins / keep)
     slope = jnp.where(is_chain, beta * (process.moves - process.loops) / keep, is_core)
-    offset, slope, target = _compose(offset, slope, batch.chain_target)
-    affine = _Affine(offset, slope, at_rows(index, target))
+    maps = jnp.stack([offset, slope], axis=-1)
+    maps, target = _compose(maps, batch.chain_target)
+    affine = _Affine(maps, at_rows(index, target))
     return _solve_core(beta, batch, process, index, affine, batch.num_core)
 
 
 def _solve_plain(beta, batch, process, index, num_core):
     """Solves for the anchors with index < num_core, which are all there are."""
     zeros = jnp.zeros_like(process.visits)
-    itself = _Affine(zeros, zeros + 1, index)
+    itself = _Affine(jnp.stack([zeros, zeros + 1], axis=-1), index)
     return _solve_core(beta, batch, process, index, itself, num_core)
 
 
 _SOLVERS = {"reduced": _solve_reduced, "dense": _solve_dense}
 
 
-def _compose(offset, slope, target):
+def _compose(
+    maps: Float[Array, "groups anchors 2"], target: Int[Array, "groups anchors"]
+) -> tuple[Float[Array, "groups anchors 2"], Int[Array, "groups anchors"]]:
     """Composes affine maps along chains by pointer doubling.
 
     A chain's last anchor is a fixed point: a core anchor (offset 0, slope 1) or an end
     (its own value, slope 0). So composing once too often does no harm.
+
+    Returns:
+        The maps in terms of the last anchors, and which these are.
     """
 
-    def compose(offset, slope, target):
-        return offset + slope * at_rows(offset, target), slope * at_rows(slope, target)
+    def compose(maps, target):
+        offset, slope = maps[..., 0], maps[..., 1]
+        ahead = _maps_at(maps, target)
+        return jnp.stack([offset + slope * ahead[..., 0], slope * ahead[..., 1]], -1)
 
     def double(carry):
-        offset, slope, target, ahead = carry
-        return *compose(offset, slope, target), ahead, at_rows(ahead, ahead)
+        maps, target, ahead = carry
+        return compose(maps, target), ahead, at_rows(ahead, ahead)
 
     def is_under_way(carry):
-        return jnp.any(carry[2] != carry[3])
+        _, target, ahead = carry
+        return jnp.any(target != ahead)
 
-    offset, slope, target, _ = jax.lax.while_loop(
-        is_under_way, double, (offset, slope, target, at_rows(target, target))
-    )
-    return *compose(offset, slope, target), target
+    start = maps, target, at_rows(target, target)
+    maps, target, _ = jax.lax.while_loop(is_under_way, double, start)
+    return compose(maps, target), target
+
+
+def _maps_at(maps: Float[Array, "groups anchors 2"], index):
+    """Gathers both numbers of a map at once, which costs little more than one."""
+    return jax.vmap(lambda m, i: m.at[i].get(mode="clip"))(maps, index)
 
 
 def _solve_core(beta, batch, process, index, affine: _Affine, num_core: int):
     """Solves for the anchors with index < num_core, then fills in the others."""
     row = at_rows(index, batch.source)  # num_core: the row belongs to no equation.
     column = at_rows(affine.core, batch.target)
+    ahead = _maps_at(affine.maps, batch.target)
     weight = beta * process.weight
     inner = weight * process.move
-    right = weight * process.win + inner * at_rows(affine.offset, batch.target)
-    entry = inner * at_rows(affine.slope, batch.target)
+    right = weight * process.win + inner * ahead[..., 0]
+    entry = inner * ahead[..., 1]
     outside = num_core * num_core
     place = jnp.where(
         (row < num_core) & (column < num_core), row * num_core + column, outside
     )
     solved = _solve_systems(place, entry, set_sums(right, row, num_core))
     padded = jnp.pad(solved, ((0, 0), (0, 1)))
-    return affine.offset + affine.slope * at_rows(padded, affine.core)
+    return affine.maps[..., 0] + affine.maps[..., 1] * at_rows(padded, affine.core)
 
 
 def _solve_systems(

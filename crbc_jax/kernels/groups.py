@@ -1,4 +1,7 @@
-"""A function of groups -> the same function, with the groups spread over devices."""
+"""A function of groups -> the same function, spread over devices or over time.
+
+Groups never talk to each other, so they may be computed anywhere and in any order.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,6 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from crbc_jax.types import TransitionBatch
+
+MAX_CELLS = 2**14  # Groups times rows computed at once; they stay in a CPU's cache.
 
 
 def over_groups(
@@ -47,3 +52,24 @@ def over_groups(
         return split(batch)
 
     return jax.jit(run)
+
+
+def in_chunks(
+    function: Callable[[TransitionBatch], Any], batch: TransitionBatch
+) -> Any:
+    """Computes a large batch a few groups at a time.
+
+    So that memory stays bounded, and a row of a large batch costs no more than one of
+    a small batch, whose arrays fit into the cache.
+
+    Args:
+        function: of a batch, to arrays whose first axis is the groups.
+        batch: of at most MAX_CELLS cells it is computed at once.
+    """
+    num_groups, num_rows = batch.mask.shape
+    size = math.gcd(num_groups, max(1, MAX_CELLS // num_rows))
+    if size == num_groups:
+        return function(batch)
+    chunks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch)
+    results = jax.lax.map(function, chunks)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
