@@ -29,6 +29,13 @@ def test_sokoban_works_and_its_expert_solves_everything():
     assert "expert: 100.0% solved" in result.stdout
 
 
+def test_webshop_works_without_data():
+    result = check_env("--env=webshop", "--tasks=20")
+    assert result.returncode == 0, result.stderr
+    assert "rapidfuzz" in result.stdout
+    assert "expert: 100.0% solved" in result.stdout
+
+
 def test_an_expert_that_falls_short_is_an_error(tmp_path):
     for index in range(32):  # Walls differ, so that some fall to evaluation.
         row = "".join(" #"[index >> bit & 1] for bit in range(5))

@@ -21,7 +21,7 @@ class Goal:
     asin: str  # A product that meets it.
     instruction: str
     attributes: tuple[str, ...]
-    price_limit: float  # Dollars.
+    price_limit: float | int  # Dollars.
     options: dict[str, str] | tuple[str, ...]
 
     def wanted_options(self) -> tuple[tuple[str, str] | str, ...]:
@@ -112,7 +112,7 @@ def human_goals(
             )
 
 
-def _draw_limit(price: float, rng: random.Random) -> tuple[float, str]:
+def _draw_limit(price: float, rng: random.Random) -> tuple[float | int, str]:
     """Draws a price limit above `price`, and says it; dear products have none."""
     limits = [limit for limit in _PRICE_LIMITS if limit > price][:_NUM_LIMITS]
     if len(limits) < 2:
