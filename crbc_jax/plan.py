@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import os
 import pathlib
 
@@ -65,7 +66,7 @@ def make_plan(config: ConfigDict, workdir: pathlib.Path) -> Plan:
     Raises:
         ConfigError: naming the field, its value, and what to write instead.
     """
-    _check_numbers(config)
+    _check_settings(config)
     _check_writable(workdir)
     model = load_config(config.model.directory)
     options = env_options(config.env)
@@ -138,38 +139,70 @@ def _check_known(field: str, value: str, known) -> None:
         raise ConfigError(f"{field}={value!r} is not known: {sorted(known)}{hint}")
 
 
-def _check_numbers(config: ConfigDict) -> None:
+# What a setting alone must be: in words, as a test, and of which ones.
+_BOUNDS = (
+    (
+        "must be at least 1",
+        lambda value: value >= 1,
+        "env.max_steps env.num_train_tasks env.num_eval_tasks rollout.tasks_per_update "
+        "rollout.max_prompt_tokens rollout.max_response_tokens learner.microbatch_rows "
+        "warm_start.batch_rows warm_start.num_tasks evaluate.every checkpoint.every "
+        "checkpoint.keep_last",
+    ),
+    (
+        "must be 0 or more",
+        lambda value: value >= 0,
+        "env.num_workers rollout.history_length evaluate.temperature loss.kl_coef "
+        "learner.num_updates learner.learning_rate learner.weight_decay "
+        "learner.minibatch_groups learner.minibatch_rows warm_start.steps "
+        "warm_start.noise_steps",
+    ),
+    (
+        "must be positive",
+        lambda value: value > 0,
+        "env.step_timeout rollout.temperature rollout.episode_timeout loss.clip_high "
+        "learner.max_grad_norm warm_start.learning_rate",
+    ),
+    ("must be in [0, 1]", lambda value: 0 <= value <= 1, "warm_start.label_noise"),
+    ("must be in (0, 1]", lambda value: 0 < value <= 1, "loss.clip_low"),
+    ("must be above 1", lambda value: value > 1, "loss.dual_clip"),
+    ("must be 0 or more, below 2**32", lambda value: 0 <= value < 2**32, "seed"),
+    (
+        "must be 0 (strictly on-policy) or 1 (collection overlaps the update)",
+        lambda value: value in (0, 1),
+        "rollout.max_policy_lag",
+    ),
+)
+_CHOICES = {
+    "rollout.engine": ENGINES,
+    "rollout.prompt": PROMPTS,
+    "rollout.parser": PARSERS,
+    "loss.ratio": RATIOS,
+    "loss.aggregation": AGGREGATIONS,
+    "loss.degenerate_groups": DEGENERATE_GROUPS,
+    "learner.old_logprobs": OLD_LOGPROBS,
+}
+
+
+def _check_settings(config: ConfigDict) -> None:
     """Refuses values that would fail later, or silently do nothing."""
 
-    def need(ok: bool, field: str, what: str) -> None:
-        if not ok:
-            value = config
-            for part in field.split("."):
-                value = value[part]
-            raise ConfigError(f"config.{field}={value!r}: {what}")
+    def value_of(field: str):
+        return functools.reduce(lambda node, name: node[name], field.split("."), config)
 
-    at_least_one = (
-        "env.max_steps",
-        "env.num_train_tasks",
-        "env.num_eval_tasks",
-        "rollout.tasks_per_update",
-        "rollout.max_prompt_tokens",
-        "rollout.max_response_tokens",
-        "learner.microbatch_rows",
-        "warm_start.batch_rows",
-        "warm_start.num_tasks",
-        "evaluate.every",
-        "checkpoint.every",
-        "checkpoint.keep_last",
-    )
-    for field in at_least_one:
-        section, leaf = field.split(".")
-        need(config[section][leaf] >= 1, field, "must be at least 1")
-    need(
-        config.rollout.group_size >= 1 + (config.advantage.name not in WITHOUT_GROUP),
-        "rollout.group_size",
-        f"{config.advantage.name!r} compares the rollouts of a task: at least 2",
-    )
+    def need(holds: bool, field: str, words: str) -> None:
+        if not holds:
+            raise ConfigError(f"config.{field}={value_of(field)!r}: {words}")
+
+    for words, holds, fields in _BOUNDS:
+        for field in fields.split():
+            need(holds(value_of(field)), field, words)
+    for field, known in _CHOICES.items():
+        _check_known(f"config.{field}", value_of(field), known)
+    try:
+        make_estimator(config.advantage)
+    except ValueError as error:
+        raise ConfigError(f"config.advantage: {error}") from error
     need(
         config.advantage.name not in ANNOTATED,
         "advantage.name",
@@ -177,77 +210,26 @@ def _check_numbers(config: ConfigDict) -> None:
         "crbc_jax.step_advantages on your own rollouts",
     )
     need(
-        config.rollout.max_policy_lag in (0, 1),
-        "rollout.max_policy_lag",
-        "must be 0 (strictly on-policy) or 1 (collection overlaps the update)",
+        config.rollout.group_size >= 1 + (config.advantage.name not in WITHOUT_GROUP),
+        "rollout.group_size",
+        f"{config.advantage.name!r} compares the rollouts of a task: at least 2",
     )
-    need(config.rollout.temperature > 0, "rollout.temperature", "must be positive")
-    for field in ("evaluate.temperature", "learner.learning_rate", "loss.kl_coef"):
-        section, leaf = field.split(".")
-        need(config[section][leaf] >= 0, field, "must be 0 or more")
     need(
         not (config.learner.minibatch_groups and config.learner.minibatch_rows),
         "learner.minibatch_rows",
         "set either this or config.learner.minibatch_groups, not both",
-    )
-    at_least_zero = (
-        "env.num_workers",
-        "rollout.history_length",
-        "learner.num_updates",
-        "learner.minibatch_groups",
-        "learner.minibatch_rows",
-        "learner.weight_decay",
-        "warm_start.steps",
-        "warm_start.noise_steps",
-    )
-    for field in at_least_zero:
-        section, leaf = field.split(".")
-        need(config[section][leaf] >= 0, field, "must be 0 or more")
-    positive = (
-        "env.step_timeout",
-        "rollout.episode_timeout",
-        "loss.clip_high",
-        "learner.max_grad_norm",
-        "warm_start.learning_rate",
-    )
-    for field in positive:
-        section, leaf = field.split(".")
-        need(config[section][leaf] > 0, field, "must be positive")
-    need(0 <= config.seed < 2**32, "seed", "must be 0 or more, and below 2**32")
-    need(0 < config.loss.clip_low <= 1, "loss.clip_low", "must be in (0, 1]")
-    need(config.loss.dual_clip > 1, "loss.dual_clip", "must be above 1")
-    warm = config.warm_start.directory
-    need(
-        not warm or (pathlib.Path(warm) / "checkpoints" / "000000").is_dir(),
-        "warm_start.directory",
-        "holds no checkpoints/000000; give the workdir of a run that kept it",
-    )
-    need(
-        0 <= config.warm_start.label_noise <= 1,
-        "warm_start.label_noise",
-        "is a share of actions, in [0, 1]",
     )
     need(
         config.rollout.max_policy_lag == 0 or config.learner.old_logprobs == "sampled",
         "learner.old_logprobs",
         'rollouts of an older policy (config.rollout.max_policy_lag=1) need "sampled"',
     )
-    try:
-        make_estimator(config.advantage)
-    except ValueError as error:
-        raise ConfigError(f"config.advantage: {error}") from error
-    choices = {
-        "rollout.engine": ENGINES,
-        "rollout.prompt": PROMPTS,
-        "rollout.parser": PARSERS,
-        "loss.ratio": RATIOS,
-        "loss.aggregation": AGGREGATIONS,
-        "loss.degenerate_groups": DEGENERATE_GROUPS,
-        "learner.old_logprobs": OLD_LOGPROBS,
-    }
-    for field, known in choices.items():
-        section, leaf = field.split(".")
-        _check_known(f"config.{field}", config[section][leaf], known)
+    warm = config.warm_start.directory
+    need(
+        not warm or (pathlib.Path(warm) / "checkpoints" / "000000").is_dir(),
+        "warm_start.directory",
+        "holds no checkpoints/000000; give the workdir of a run that kept it",
+    )
 
 
 def _check_writable(workdir: pathlib.Path) -> None:
