@@ -112,7 +112,8 @@ def env_options(env: ConfigDict) -> dict:
     Raises:
         ConfigError: if no environment has that name.
     """
-    _check_known("config.env.name", env.name, envs.ENVIRONMENTS)
+    trainable = [name for name in envs.ENVIRONMENTS if name in env]
+    _check_known("config.env.name", env.name, trainable)
     return {"max_steps": env.max_steps, **env[env.name].to_dict()}
 
 
