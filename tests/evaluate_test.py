@@ -210,7 +210,6 @@ CANNED = """
 import asyncio, importlib.util, pathlib, sys
 script = pathlib.Path(sys.argv[1])
 sys.path.insert(0, str(script.parents[1]))
-from absl import app
 from crbc_jax.evaluate import evaluate
 from tests.evaluate_test import panel, player
 
@@ -226,7 +225,8 @@ spec = importlib.util.spec_from_file_location("script", script)
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 module.play = play
-app.run(module.main, argv=sys.argv[1:], flags_parser=module.parse_flags)
+del sys.argv[0]
+module.command_line.start(module.main, ["workdir=runs/quickstart"])
 """
 
 
