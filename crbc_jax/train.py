@@ -96,7 +96,14 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
                 advantages, columns, scalars = estimate(groups)
                 batch_path = workdir.write_rollouts(update + 1, groups, columns)
             with clock("update"):
-                minibatches, packed = learner.pack(groups, advantages)
+                try:
+                    minibatches, packed = learner.pack(groups, advantages)
+                except ValueError as error:  # Such as log-probabilities that are NaN.
+                    save(update, {})
+                    raise UserError(
+                        f"update {update + 1} cannot be trained on: {error}. Its "
+                        f"rollouts are in {batch_path}; the last checkpoint is {update}"
+                    ) from error
                 state, losses = learner.update(state, minibatches)
             if losses["nonfinite"]:
                 save(update, {})  # The state is as it was: a bad step is not applied.

@@ -252,7 +252,8 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(
     )
     result = script(environment, "run", *TINY, *more, f"--workdir={workdir}")
     assert result.returncode == 1
-    assert "is not finite" in result.stderr and "rollouts/00000" in result.stderr
+    # The policy may also be caught as it samples, with log-probabilities of NaN.
+    assert "finite" in result.stderr and "rollouts/00000" in result.stderr
     assert "Traceback" not in result.stderr
     assert list((workdir / "checkpoints").glob("[0-9]*"))
 
