@@ -269,24 +269,28 @@ def _solve_systems(
     right: Float[Array, "groups core"],
 ) -> Float[Array, "groups core"]:
     """Solves (I - matrix) x = right, where `entry` adds to the matrix at `place`."""
-    num_groups, size = right.shape
-
-    def solve(operands):
-        place, entry, right = operands
-        matrix = jnp.zeros(size * size, entry.dtype).at[place].add(entry, mode="drop")
-        system = jnp.eye(size, dtype=entry.dtype) - matrix.reshape(size, size)
-        with jax.default_matmul_precision("highest"):
-            return jnp.linalg.solve(system, right)
-
-    def one_by_one(*operands):
-        return jax.lax.map(solve, operands)
-
-    def at_once(*operands):
-        most = max(1, MAX_ELEMENTS // (size * size))
-        return jax.lax.map(solve, operands, batch_size=min(most, num_groups))
-
     # On CPUs a batched LU is no faster, and in jax 0.10 it may wait for ever: it hands
     # its parts to the very threads that block on them (jaxlib's ParallelBatchMap).
     return jax.lax.platform_dependent(
-        place, entry, right, cpu=one_by_one, default=at_once
+        place, entry, right, cpu=_one_by_one, default=_at_once
     )
+
+
+def _one_by_one(*systems):
+    return jax.lax.map(_solve_one, systems)
+
+
+def _at_once(*systems):
+    num_groups, size = systems[-1].shape
+    most = max(1, MAX_ELEMENTS // (size * size))
+    return jax.lax.map(_solve_one, systems, batch_size=min(most, num_groups))
+
+
+def _solve_one(system):
+    place, entry, right = system
+    size = right.shape[0]
+    matrix = jnp.zeros(size * size, entry.dtype).at[place].add(entry, mode="drop")
+    with jax.default_matmul_precision("highest"):
+        return jnp.linalg.solve(
+            jnp.eye(size, dtype=entry.dtype) - matrix.reshape(size, size), right
+        )

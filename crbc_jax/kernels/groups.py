@@ -36,11 +36,6 @@ def over_groups(
     """
     spec = P(tuple(axes))
     parts = math.prod(mesh.shape[axis] for axis in axes)
-    # Nothing is exchanged, so there is nothing to check: without it, loops may start
-    # from constants, which are the same on all devices.
-    split = jax.shard_map(
-        function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
 
     def run(batch: TransitionBatch) -> Any:
         num_groups = batch.mask.shape[0]
@@ -49,7 +44,17 @@ def over_groups(
                 f"{num_groups} groups (after padding) do not divide over the {parts} "
                 f"devices of mesh axes {list(axes)}; use a mesh of fewer devices"
             )
-        return split(batch)
+        leaves, tree = jax.tree.flatten(batch)
+        # Nothing is exchanged, so there is nothing to check: without it, loops may
+        # start from constants, which are the same on all devices.
+        split = jax.shard_map(
+            lambda leaves: function(tree.unflatten(leaves)),
+            mesh=mesh,
+            in_specs=(spec,),
+            out_specs=spec,
+            check_vma=False,
+        )
+        return split(leaves)
 
     return jax.jit(run)
 
@@ -70,6 +75,7 @@ def in_chunks(
     size = math.gcd(num_groups, max(1, MAX_CELLS // num_rows))
     if size == num_groups:
         return function(batch)
-    chunks = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch)
-    results = jax.lax.map(function, chunks)
+    leaves, tree = jax.tree.flatten(batch)
+    chunks = [x.reshape(-1, size, *x.shape[1:]) for x in leaves]
+    results = jax.lax.map(lambda leaves: function(tree.unflatten(leaves)), chunks)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)

@@ -6,6 +6,7 @@ Golden values of CRBC run in credit_test.py and advantages/golden_test.py.
 import collections
 import contextlib
 import functools
+import re
 
 import jax
 import numpy as np
@@ -263,18 +264,21 @@ def random_groups(num_groups, num_rollouts=4, seed=0):
     return steps | {"action": [row % 3 for row in range(len(steps["step"]))]}
 
 
-@pytest.mark.parametrize("limit", [32 * 32, 5 * 32 * 32, 16 * 32 * 32 - 1])
-def test_large_batches_are_cut_into_chunks(monkeypatch, limit):
-    batch, _ = build_batch(random_groups(16))
-    assert batch.num_core == 32
-    expected = solve_closure(batch, 0.98)
+@pytest.mark.parametrize("limit", [8 * 8, 5 * 8 * 8, 16 * 8 * 8 - 1, 2**24])
+def test_accelerators_solve_in_chunks(monkeypatch, limit):
+    """As on GPU and TPU, where systems are batched; CPUs solve them one by one."""
+    rng = np.random.default_rng(0)
+    place = rng.integers(0, 64 + 9, (16, 20)).astype(np.int32)  # Some lie outside.
+    entry = (0.04 * rng.random((16, 20))).astype(np.float32)
+    right = rng.random((16, 8)).astype(np.float32)
+    expected = jax.jit(closure_module._one_by_one)(place, entry, right)
     monkeypatch.setattr(closure_module, "MAX_ELEMENTS", limit)
-    chunked = jax.jit(solve_closure.__wrapped__)
-    got = chunked(batch, 0.98)
-    np.testing.assert_allclose(got.value, expected.value, rtol=0, atol=1e-6)
-    assert float(got.residual.max()) < 1e-5
-    text = chunked.lower(batch, 0.98).as_text()
-    assert f"tensor<{16}x32x32xf32>" not in text
+    chunked = jax.jit(lambda *systems: closure_module._at_once(*systems))
+    np.testing.assert_allclose(chunked(place, entry, right), expected, atol=1e-6)
+    sizes = re.findall(
+        r"tensor<(\d+)x8x8xf32>", chunked.lower(place, entry, right).as_text()
+    )
+    assert max(map(int, sizes), default=1) == min(16, max(1, limit // 64))
 
 
 def test_no_more_groups_than_anchors_is_no_trap():
