@@ -85,10 +85,12 @@ class TransitionBatch:
     success: Bool[AnyArray, "groups rows"]  # Of the whole trajectory, on all its rows.
     is_action_valid: Bool[AnyArray, "groups rows"]
     mask: Bool[AnyArray, "groups rows"]  # True = real.
+    is_trapped: Bool[
+        AnyArray, "groups rows"
+    ]  # From its anchor no path leads to an end.
     # Structure of the closure's linear system: see graph/reduction.py.
     chain_target: Int[AnyArray, "groups anchors"]
     core_index: Int[AnyArray, "groups anchors"]
-    is_trapped: Bool[AnyArray, "groups anchors"]  # Leads to no end.
     extras: Mapping[str, AnyArray]  # Further [groups, rows] columns of single methods.
     # Static upper bounds of the ids above (bucketed).
     num_anchors: int = dataclasses.field(metadata={"static": True})

@@ -154,13 +154,12 @@ def build_batch(columns: Columns) -> tuple[TransitionBatch, RowOrder]:
 def _structure(arrays: Mapping[str, np.ndarray], may_trap: bool) -> dict[str, Any]:
     """Fields of the batch that describe the closure's linear system."""
     source, target, mask = arrays["source"], arrays["target"], arrays["mask"]
-    is_trapped = (
-        find_trapped(source, target, mask, arrays["is_last"])
-        if may_trap
-        else np.zeros(source.shape, bool)
-    )
-    has_exit = ~np.take_along_axis(is_trapped, source, axis=1)
-    chains = reduce_chains(source, target, mask, mask & ~arrays["is_last"] & has_exit)
+    is_trapped = np.zeros(source.shape, bool)
+    if may_trap:
+        anchors = find_trapped(source, target, mask, arrays["is_last"])
+        is_trapped = mask & np.take_along_axis(anchors, source, axis=1)
+    is_inner = mask & ~arrays["is_last"] & ~is_trapped
+    chains = reduce_chains(source, target, mask, is_inner)
     return {"is_trapped": is_trapped, **chains._asdict()}
 
 

@@ -276,21 +276,28 @@ def _solve_systems(
     )
 
 
-def _one_by_one(*systems):
-    return jax.lax.map(_solve_one, systems)
+def _one_by_one(place, entry, right):
+    systems = jax.vmap(_system, (0, 0, None))(place, entry, right.shape[1])
+    return jax.lax.map(lambda operands: _solve(*operands), (systems, right))
 
 
-def _at_once(*systems):
-    num_groups, size = systems[-1].shape
+def _at_once(place, entry, right):
+    num_groups, size = right.shape
     most = max(1, MAX_ELEMENTS // (size * size))
-    return jax.lax.map(_solve_one, systems, batch_size=min(most, num_groups))
+
+    def solve(operands):
+        place, entry, right = operands
+        return _solve(_system(place, entry, size), right)
+
+    return jax.lax.map(solve, (place, entry, right), batch_size=min(most, num_groups))
 
 
-def _solve_one(system):
-    place, entry, right = system
-    size = right.shape[0]
+def _system(place, entry, size):
+    """I - matrix of one group."""
     matrix = jnp.zeros(size * size, entry.dtype).at[place].add(entry, mode="drop")
+    return jnp.eye(size, dtype=entry.dtype) - matrix.reshape(size, size)
+
+
+def _solve(system, right):
     with jax.default_matmul_precision("highest"):
-        return jnp.linalg.solve(
-            jnp.eye(size, dtype=entry.dtype) - matrix.reshape(size, size), right
-        )
+        return jnp.linalg.solve(system, right)

@@ -33,7 +33,7 @@ def empirical_process(batch: TransitionBatch) -> Process:
     """
     dtype = batch.reward.dtype
     win = batch.mask & batch.is_last & batch.success
-    move = batch.mask & ~batch.is_last & ~at_rows(batch.is_trapped, batch.source)
+    move = batch.mask & ~batch.is_last & ~batch.is_trapped
     loop = move & (batch.target == batch.source)
     kinds = jnp.stack([batch.mask, win, move, loop], axis=-1).astype(dtype)
     counts = set_sums(kinds, batch.source, batch.num_anchors)

@@ -58,7 +58,7 @@ def test_the_closure_over_devices_is_equal_and_has_no_collective(batch, method):
         num_anchors=128,
         **{
             name: getattr(batch, name)[:, :128]
-            for name in ("chain_target", "core_index", "is_trapped")
+            for name in ("chain_target", "core_index")
         },
     )
     spread = over_groups(function, mesh_of(8))
