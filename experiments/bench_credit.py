@@ -26,9 +26,14 @@ REPEATS = flags.DEFINE_integer("repeats", 31, "Timed calls of each function.")
 
 
 def random_rollouts(
-    seed: int, num_groups: int, num_rollouts: int, max_steps: int, num_anchors: int
+    seed: int,
+    num_groups: int,
+    num_rollouts: int,
+    max_steps: int,
+    num_anchors: int,
+    min_steps: int = 5,
 ) -> dict[str, list]:
-    """Walks over a line of places with detours; two thirds succeed in time."""
+    """Walks over a line of places with detours; two thirds succeed, some early."""
     rng = np.random.default_rng(seed)
     names = (
         "group_id traj_id step anchor action reward success is_action_valid "
@@ -38,7 +43,7 @@ def random_rollouts(
     for group in range(num_groups):
         for rollout in range(num_rollouts):
             success = bool(rng.random() < 2 / 3)
-            length = int(rng.integers(5, max_steps)) if success else max_steps
+            length = int(rng.integers(min_steps, max_steps + 1)) if success else max_steps
             anchor = 0
             for step in range(length):
                 action = int(rng.integers(3))
@@ -214,12 +219,14 @@ def closure_table(repeats: int) -> list[str]:
 def growth_table(repeats: int) -> list[str]:
     """From string anchors to advantages: one update, a large batch, one large group."""
     lines = ["Strings to CRBC advantages, milliseconds: median (lowest to highest)"]
-    sizes = {"16 x 8 x 50": (16, 8, 50), "256 x 16 x 50": (256, 16, 50)}
-    per_row = {}
-    for name, (groups, rollouts, steps) in (
-        sizes | {"1 x 64 x 200": (1, 64, 200)}
-    ).items():
-        columns = random_rollouts(1, groups, rollouts, steps, num_anchors=35)
+    sizes = {  # Groups, rollouts, longest and shortest of them.
+        "16 x 8 x 5-50": (16, 8, 50, 5),
+        "256 x 16 x 50": (256, 16, 50, 50),
+        "1 x 64 x 200": (1, 64, 200, 200),
+    }
+    per_row = []
+    for name, (groups, rollouts, longest, shortest) in sizes.items():
+        columns = random_rollouts(1, groups, rollouts, longest, 35, shortest)
         columns["anchor"] = [
             f"place {a} " + "of a room " * 30 for a in columns["anchor"]
         ]
@@ -234,15 +241,15 @@ def growth_table(repeats: int) -> list[str]:
             },
             max(repeats // 4, 3),
         )
-        per_row[name] = times["whole"][0] / rows
+        per_row.append(times["whole"][0] / rows)
         for part, (median, low, high) in times.items():
             lines.append(
                 f"{name:>14} {part:>7} {rows:8} rows {median:9.2f} ({low:.2f} to "
                 f"{high:.2f}), {1e3 * median / rows:.2f} us a row, batch {size:.1f} MiB"
             )
-    first, large = (per_row[name] for name in sizes)
+    small, large, _ = per_row
     lines.append(
-        f"a row of the large batch costs {large / first:.2f} x one of the small"
+        f"a row of the large batch costs {large / small:.2f} x one of the small"
     )
     return lines
 

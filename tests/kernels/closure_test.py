@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import (
+    PLACES,
     append,
     closure,
     joined,
@@ -84,6 +85,29 @@ def test_centred_and_between_0_and_beta(columns, beta, depth):
     states = list(zip(columns["group_id"], columns["anchor"], strict=True))
     # Rows of a state are drawn from the policy there.
     assert np.abs(list(means(states, got["advantage"]).values())).max() < 1e-6
+
+
+@random_processes(max_examples=25)
+@given(rollouts(), betas, st.randoms(use_true_random=False))
+def test_order_of_rows_names_copies_and_padding_change_nothing(columns, beta, random):
+    size = len(columns["step"])
+    order = random.sample(range(size), size)
+    changed = {name: [values[i] for i in order] for name, values in columns.items()}
+    changed["anchor"] = [f"place {PLACES - place}" for place in changed["anchor"]]
+    changed["action"] = [b"do %d" % (9 - action) for action in changed["action"]]
+    changed["group_id"] = [("task", -group) for group in changed["group_id"]]
+    copy = changed | {
+        "group_id": [("copy", group) for group in changed["group_id"]],
+        "traj_id": [("copy", trajectory) for trajectory in changed["traj_id"]],
+    }
+    # A group of its own, so long that all groups are padded to more rows.
+    long = walks([*range(130), True], group="long")
+    with jax.enable_x64(True):
+        expected = solved(columns, beta=beta)
+        got = solved(joined(changed, copy, long), beta=beta)
+    for name in ("value", "action_value", "advantage", "sigma", "credit"):
+        for part in (got[name][:size], got[name][size : 2 * size]):
+            np.testing.assert_allclose(part, expected[name][order], **EXACT)
 
 
 @random_processes(max_examples=25)
@@ -179,11 +203,9 @@ def test_a_cycle_without_a_branch_equals_its_closed_form():
     # a -> b -> c -> a ..., left by the end of the rollouts alone.
     steps = walks([*"abcabcab", True], [*"abca", False])
     beta = 0.98
-    # b: 2 of 3 go on to c, 1 wins; a: 3 of 5 ... counted from the paths.
-    matrix = np.array([[0, 4 / 5, 0], [0, 0, 2 / 3], [1, 0, 0]])
-    wins = np.array([0, 1 / 3, 0])
-    matrix[1, 2], matrix[0, 1] = 3 / 4, 4 / 5
-    wins[1] = 1 / 4
+    # Five visits of a, of which the last one fails; four of b, the last one wins.
+    matrix = np.array([[0, 4 / 5, 0], [0, 0, 3 / 4], [1, 0, 0]])
+    wins = np.array([0, 1 / 4, 0])
     a, b, c = np.linalg.solve(np.eye(3) - beta * matrix, beta * wins)
     value = {"a": a, "b": b, "c": c}
     expected = [value[x] for x in steps["anchor"]]
