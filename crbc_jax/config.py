@@ -34,7 +34,7 @@ def default_config() -> ConfigDict:
     config.rollout.tasks_per_update = 16  # Groups an update.
     config.rollout.group_size = 8  # Episodes of each task.
     config.rollout.temperature = 1.0
-    config.rollout.prompt = "sokoban_compact"  # A row of rollout.prompts.PROMPTS.
+    config.rollout.prompt = "sokoban_compact"  # A row of rollout.templates.PROMPTS.
     config.rollout.parser = "strict"  # A row of crbc_jax.rollout.actions.PARSERS.
     config.rollout.episode_timeout = 3600.0  # Seconds an episode may take; then it is
     # aborted. Generous: it is for engines that never answer.

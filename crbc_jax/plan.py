@@ -16,7 +16,7 @@ from crbc_jax.learner.packing import AGGREGATIONS, DEGENERATE_GROUPS
 from crbc_jax.models.config import count_params, load_config
 from crbc_jax.rollout import ENGINES
 from crbc_jax.rollout.actions import PARSERS
-from crbc_jax.rollout.prompts import PROMPTS
+from crbc_jax.rollout.templates import PROMPTS
 from crbc_jax.types import UserError
 
 _QUICKSTART = "python experiments/run.py --config=configs/quickstart.py"

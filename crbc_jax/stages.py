@@ -29,13 +29,9 @@ from crbc_jax.models.tokenizer import Tokenizer
 from crbc_jax.plan import env_options
 from crbc_jax.rollout import make_engine
 from crbc_jax.rollout.collect import EVAL, EpisodeKey, Player, collect_all, run_episode
-from crbc_jax.rollout.prompts import (
-    PROMPTS,
-    Record,
-    build_prompt,
-    encode_reply,
-    stop_ids,
-)
+from crbc_jax.rollout.prompts import build_prompt, encode_reply, stop_ids
+from crbc_jax.rollout.templates import PROMPTS
+from crbc_jax.rollout.templates.base import Record
 from crbc_jax.types import Group, UserError
 
 

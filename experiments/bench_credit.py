@@ -43,7 +43,9 @@ def random_rollouts(
     for group in range(num_groups):
         for rollout in range(num_rollouts):
             success = bool(rng.random() < 2 / 3)
-            length = int(rng.integers(min_steps, max_steps + 1)) if success else max_steps
+            length = (
+                int(rng.integers(min_steps, max_steps + 1)) if success else max_steps
+            )
             anchor = 0
             for step in range(length):
                 action = int(rng.integers(3))

@@ -10,7 +10,8 @@ import pytest
 from crbc_jax import envs
 from crbc_jax.config import ConfigDict, default_config
 from crbc_jax.metrics import read_metrics
-from crbc_jax.rollout import prompts
+from crbc_jax.rollout.templates import PROMPTS
+from crbc_jax.rollout.templates.base import Template
 from crbc_jax.train import train
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
@@ -24,13 +25,13 @@ def corridor(monkeypatch):
     monkeypatch.setitem(sys.modules, "corridor", module)
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], module.__dict__)
     monkeypatch.setitem(envs.ENVIRONMENTS, "corridor", "corridor")
-    template = prompts.Template(
+    template = Template(
         lambda scene: scene.observation,
         lambda action: f"<action>{action}</action>",
         end="</action>",
         is_message=False,
     )
-    monkeypatch.setitem(prompts.PROMPTS, "corridor", template)
+    monkeypatch.setitem(PROMPTS, "corridor", template)
 
 
 def test_the_environment_of_the_page_trains(corridor, tmp_path):

@@ -17,8 +17,8 @@ from crbc_jax.envs.pool import EnvPool
 from crbc_jax.evaluate import EvalResult, Proportion, evaluate, wilson_interval
 from crbc_jax.models.tokenizer import load_tokenizer
 from crbc_jax.rollout.collect import EVAL, EpisodeKey, Player, run_episode
-from crbc_jax.rollout.prompts import PROMPTS
 from crbc_jax.rollout.scripted import ScriptedEngine
+from crbc_jax.rollout.templates import PROMPTS
 from crbc_jax.types import TrainState, Trajectory
 
 ROOT = pathlib.Path(__file__).parents[1]

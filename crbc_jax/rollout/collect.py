@@ -21,7 +21,8 @@ from crbc_jax.envs.pool import EnvPool
 from crbc_jax.models.tokenizer import Tokenizer
 from crbc_jax.rollout.actions import CODES, PARSERS, settle
 from crbc_jax.rollout.engine import Completion, Engine, Request, SamplingParams
-from crbc_jax.rollout.prompts import Record, Template, build_prompt
+from crbc_jax.rollout.prompts import build_prompt
+from crbc_jax.rollout.templates.base import Record, Template
 from crbc_jax.types import Group, Outcome, Step, Trajectory, UserError
 
 # Set apart the seeds of rollouts that train from those of evaluations.

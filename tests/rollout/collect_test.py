@@ -28,9 +28,10 @@ from crbc_jax.rollout.collect import (
     run_episode,
 )
 from crbc_jax.rollout.engine import Completion
-from crbc_jax.rollout.prompts import PROMPTS, encode_reply, stop_ids
+from crbc_jax.rollout.prompts import encode_reply, stop_ids
 from crbc_jax.rollout.sampler import Sampler
 from crbc_jax.rollout.scripted import ScriptedEngine
+from crbc_jax.rollout.templates import PROMPTS
 from crbc_jax.types import INVALID_ACTION, Trajectory, UserError
 
 COMPACT = PROMPTS["sokoban_compact"]

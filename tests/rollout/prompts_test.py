@@ -6,13 +6,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from crbc_jax import envs
 from crbc_jax.models.tokenizer import Tokenizer, load_tokenizer
 from crbc_jax.rollout.actions import parse_action
-from crbc_jax.rollout.prompts import (
-    PROMPTS,
-    Record,
-    build_prompt,
-    encode_reply,
-    stop_ids,
-)
+from crbc_jax.rollout.prompts import build_prompt, encode_reply, stop_ids
+from crbc_jax.rollout.templates import PROMPTS
+from crbc_jax.rollout.templates.base import Record
 from crbc_jax.types import INVALID_ACTION, UserError
 
 BOARD = "######\n#__O_#\n#__X_#\n#_P__#\n####_#\n######"

@@ -1,0 +1,37 @@
+"""What the words around an environment's text are made of."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Record(NamedTuple):
+    """A past step, as the policy is told of it."""
+
+    observation: str
+    action: str
+
+
+class Scene(NamedTuple):
+    """All that a prompt may tell of an episode."""
+
+    records: Sequence[Record]  # The last ones, oldest first: as many as fit.
+    num_steps: int  # Taken so far.
+    first_observation: str  # Of the episode: where environments tell the task.
+    observation: str  # Of now.
+    admissible_actions: Sequence[str]  # Empty if the environment cannot list them.
+
+
+class Template(NamedTuple):
+    """The words around an environment's text."""
+
+    prompt: Callable[[Scene], str]
+    reply: Callable[[str], str]  # An action -> the reply that a demonstration shows.
+    # Text after which a reply is complete, where it is one token of the vocabulary.
+    # Else, and if None, a reply ends with the model's own end token.
+    end: str | None
+    is_message: bool  # A user's message of a chat, rather than text to continue.
+
+
+def tagged_action(action: str) -> str:
+    """Returns the shortest reply that the parsers read as `action`."""
+    return f"<action>{action}</action>"
