@@ -4,6 +4,7 @@ python experiments/bench_credit.py
 """
 
 import functools
+import os
 import itertools
 import statistics
 import time
@@ -258,7 +259,10 @@ def growth_table(repeats: int) -> list[str]:
 
 def main(_):
     device = jax.devices()[0]
-    print(f"{device.platform} {device.device_kind}, jax {jax.__version__}")
+    print(
+        f"{device.platform} {device.device_kind}, {os.cpu_count()} cores, "
+        f"jax {jax.__version__}, SciPy {scipy.__version__}, NumPy {np.__version__}"
+    )
     for table in (closure_table, growth_table, methods_table):
         print("\n" + "\n".join(table(REPEATS.value)), flush=True)
 
