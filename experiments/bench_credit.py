@@ -4,8 +4,8 @@ python experiments/bench_credit.py
 """
 
 import functools
-import os
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
