@@ -41,6 +41,9 @@ def default_config() -> ConfigDict:
     config.rollout.history_length = 0  # Observation-action records in the prompt.
     config.rollout.max_prompt_tokens = 16
     config.rollout.max_response_tokens = 4
+    config.rollout.gate_step = 0  # Steps after which a group is cut if its rollouts'
+    config.rollout.min_divergence = 0.12  # mean edit distance, a step, is below this
+    # (selective rollout). 0 plays all groups to the end; published: 10.
     config.rollout.max_policy_lag = 0  # Updates; 1 overlaps collection and update.
     config.rollout.max_invalid_share = 0.9  # Of the first rollouts' actions; above
     # it the run stops before its first update, with the reasons. 1.0 never stops.

@@ -153,8 +153,8 @@ _BOUNDS = (
     (
         "must be 0 or more",
         lambda value: value >= 0,
-        "env.num_workers rollout.history_length evaluate.temperature loss.kl_coef "
-        "learner.num_updates learner.learning_rate learner.weight_decay "
+        "env.num_workers rollout.history_length rollout.gate_step evaluate.temperature "
+        "loss.kl_coef learner.num_updates learner.learning_rate learner.weight_decay "
         "learner.minibatch_groups learner.minibatch_rows warm_start.steps "
         "warm_start.noise_steps",
     ),
@@ -164,7 +164,11 @@ _BOUNDS = (
         "env.step_timeout rollout.temperature rollout.episode_timeout loss.clip_high "
         "learner.max_grad_norm warm_start.learning_rate",
     ),
-    ("must be in [0, 1]", lambda value: 0 <= value <= 1, "warm_start.label_noise"),
+    (
+        "must be in [0, 1]",
+        lambda value: 0 <= value <= 1,
+        "rollout.min_divergence warm_start.label_noise",
+    ),
     ("must be in (0, 1]", lambda value: 0 < value <= 1, "loss.clip_low"),
     ("must be above 1", lambda value: value > 1, "loss.dual_clip"),
     ("must be 0 or more, below 2**32", lambda value: 0 <= value < 2**32, "seed"),

@@ -104,6 +104,8 @@ class Rollouts:
             seed=config.seed,
             parser=config.rollout.parser,
             episode_timeout=config.rollout.episode_timeout,
+            gate_step=config.rollout.gate_step,
+            min_divergence=config.rollout.min_divergence,
         )
         self._ahead: tuple[int, list[Group]] | None = None  # Collected ahead.
         # The collection of the next update while it runs, at lag 1.

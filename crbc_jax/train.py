@@ -118,6 +118,7 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
             with clock("publish"):
                 rollouts.publish(state.params, update + 1)
             scalars |= rollout_stats(groups) | rollouts.engine_stats()
+            scalars["groups/cut"] = config.rollout.tasks_per_update - len(groups)
             scalars |= {f"batch/{name}": value for name, value in packed.items()}
             scalars |= {f"learner/{name}": value for name, value in losses.items()}
             is_last = update + 1 == num_updates

@@ -20,6 +20,7 @@ from crbc_jax.envs.base import EnvironmentFailed
 from crbc_jax.envs.pool import EnvPool
 from crbc_jax.models.tokenizer import Tokenizer
 from crbc_jax.rollout.actions import CODES, PARSERS, settle
+from crbc_jax.rollout.divergence import Gate
 from crbc_jax.rollout.engine import Completion, Engine, Request, SamplingParams
 from crbc_jax.rollout.prompts import build_prompt
 from crbc_jax.rollout.templates.base import Record, Template
@@ -49,6 +50,8 @@ class Player(NamedTuple):
     seed: int  # Of the run.
     parser: str = "strict"  # A row of rollout.actions.PARSERS.
     episode_timeout: float = math.inf  # Seconds an episode may take; then aborted.
+    gate_step: int = 0  # Steps after which divergence.Gate may cut a group; 0: never.
+    min_divergence: float = 0.0  # Below which it does.
 
 
 class EpisodeKey(NamedTuple):
@@ -77,6 +80,7 @@ async def run_episode(
     *,
     temperature: float,
     versions: range,
+    gate: Gate | None = None,
 ) -> Trajectory:
     """Plays one task to its end; an episode that breaks comes back as aborted.
 
@@ -86,6 +90,7 @@ async def run_episode(
         key: see there.
         temperature: of sampling; 0 is greedy.
         versions: policy versions that may answer.
+        gate: of its group; once that cuts the group, the episode ends where it is.
 
     Raises:
         StaleRollout: if a reply came from another version.
@@ -96,7 +101,7 @@ async def run_episode(
         try:
             async with asyncio.timeout(player.episode_timeout) as cap:
                 outcome = await _play(
-                    player, task_id, key, temperature, versions, progress
+                    player, task_id, key, temperature, versions, gate, progress
                 )
         except (EnvironmentFailed, ConnectionError, TimeoutError) as failure:
             error = f"{type(failure).__name__}: {failure}"
@@ -124,6 +129,7 @@ async def _play(
     key: EpisodeKey,
     temperature: float,
     versions: range,
+    gate: Gate | None,
     progress: _Progress,
 ) -> Outcome:
     """Steps through one episode; `progress` is up to date whenever this ends."""
@@ -134,7 +140,7 @@ async def _play(
     async with player.pool.environment() as env:
         progress.observation, info = await env.reset(task_id)
         progress.anchor = info["anchor"]
-        while not (terminated or truncated):
+        while not (terminated or truncated or (gate and gate.is_cut)):
             prompt = build_prompt(
                 player.template,
                 player.tokenizer,
@@ -174,6 +180,9 @@ async def _play(
             )
             records.append(Record(progress.observation, played.action))
             progress.observation, progress.anchor = observation, info["anchor"]
+            num_steps, is_over = len(progress.steps), terminated or truncated
+            if gate and (num_steps == gate.step or (is_over and num_steps < gate.step)):
+                gate.enter([step.action for step in progress.steps], info["won"])
     if info["won"]:
         return "success"
     return "failure" if terminated else "truncated"
@@ -189,6 +198,8 @@ async def collect(
     versions: range,
 ) -> AsyncIterator[Group]:
     """Plays every task `group_size` times; yields each group when it is complete.
+
+    A group that the player's gate cuts is not yielded.
 
     Whoever leaves the iterator early closes it (`contextlib.aclosing`): no episode
     plays on then, nor after an error or a cancellation.
@@ -208,27 +219,36 @@ async def collect(
     if not task_ids:
         raise UserError("no task to collect: the environment's training split is empty")
 
-    def start(group: int, task_id: str, rollout: int) -> asyncio.Task:
-        key = EpisodeKey(TRAIN, update, group, rollout)
+    def start(group: int, rollout: int) -> asyncio.Task:
         return asyncio.create_task(
             run_episode(
-                player, task_id, key, temperature=temperature, versions=versions
+                player,
+                task_ids[group],
+                EpisodeKey(TRAIN, update, group, rollout),
+                temperature=temperature,
+                versions=versions,
+                gate=gates[group],
             )
         )
 
-    async def complete(episodes: Sequence[asyncio.Task]) -> Group:
-        members = tuple(await asyncio.gather(*episodes))
+    async def complete(group: int) -> Group | None:
+        members = tuple(await asyncio.gather(*episodes[group]))
         _check_same_start(members)
-        return members
+        return None if gates[group] and gates[group].is_cut else members
 
-    episodes = [
-        [start(group, task_id, rollout) for rollout in range(group_size)]
-        for group, task_id in enumerate(task_ids)
+    indices = range(len(task_ids))
+    gates = [
+        Gate(group_size, player.gate_step, player.min_divergence)
+        if player.gate_step
+        else None
+        for _ in indices
     ]
-    groups = [asyncio.create_task(complete(members)) for members in episodes]
+    episodes = [[start(group, i) for i in range(group_size)] for group in indices]
+    groups = [asyncio.create_task(complete(group)) for group in indices]
     try:
         for group in asyncio.as_completed(groups):
-            yield await group
+            if (members := await group) is not None:
+                yield members
     finally:
         tasks = [*groups, *itertools.chain.from_iterable(episodes)]
         for task in tasks:
@@ -303,13 +323,19 @@ def check_replies(
 
 
 def check_any_played(groups: Sequence[Group]) -> None:
-    """Refuses an update whose episodes were all aborted.
+    """Refuses an update whose groups were all cut, or whose episodes all aborted.
 
     Raises:
         UserError: with the most frequent reasons.
     """
+    if not groups:
+        raise UserError(
+            "the rollouts of every group are too much alike (config.rollout."
+            "min_divergence): the policy hardly explores; raise config.rollout."
+            "temperature, or play all groups on with config.rollout.gate_step=0"
+        )
     everyone = [trajectory for group in groups for trajectory in group]
-    if everyone and all(t.outcome == "aborted" for t in everyone):
+    if all(t.outcome == "aborted" for t in everyone):
         errors = collections.Counter(t.error for t in everyone).most_common(3)
         reasons = "; ".join(f"{count} x {error}" for error, count in errors)
         raise UserError(f"all {len(everyone)} episodes were aborted: {reasons}")

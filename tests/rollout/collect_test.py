@@ -521,6 +521,31 @@ def test_answer_after_the_time_is_up_is_used_nowhere(rigged):
     assert (trajectory.outcome, trajectory.steps) == ("aborted", ())
 
 
+def test_gate_cuts_a_group_of_rollouts_alike():
+    engine = SlowEngine(by_seed()._reply, seed=0)
+    tasks = sokoban_tasks(3)
+    everything = collect_groups(engine, tasks)
+    same = SlowEngine(lambda _: reply("up"), seed=0)
+    settings = {"gate_step": 2, "min_divergence": 0.12}
+    engine = SlowEngine(by_seed()._reply, seed=1)
+    # Rollouts that differ play on, to the same steps as without the gate.
+    assert flat(collect_groups(engine, tasks, **settings)) == flat(everything)
+    assert collect_groups(same, tasks, **settings) == []
+    # No rollout asks more than the request that it waited for when the gate shut.
+    assert len(same.requests) <= 3 * 3 * 3
+    with pytest.raises(UserError, match="gate_step"):
+        check_any_played([])
+
+
+def test_gate_spares_quick_successes_alike_and_groups_with_an_abort(rigged):
+    settings = {"gate_step": 3, "min_divergence": 1.0}
+    groups = collect_groups(always("down"), ["win", "lose"], rigged, **settings)
+    assert [g[0].task_id for g in groups] == ["win"]
+    engine = always("right", failures=[0])
+    (group,) = collect_groups(engine, ["lose"], rigged, **settings)
+    assert [t.outcome for t in group] == ["aborted", "truncated", "truncated"]
+
+
 def test_update_without_a_played_episode_is_an_error(rigged):
     groups = collect_groups(always("down"), ["raise"], rigged)
     with pytest.raises(UserError, match=r"all 3 .*aborted: 3 x .*ZeroDivision"):
