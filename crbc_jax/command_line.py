@@ -1,5 +1,6 @@
 """What the scripts in experiments/ share: flags, errors in one line, exit statuses."""
 
+import itertools
 import pathlib
 import re
 import signal
@@ -52,12 +53,12 @@ def start(main: Callable[[Any], None], required: Sequence[str]) -> None:
 
 def _check_config_file(argv: Sequence[str]) -> None:
     """Says which config files there are, where the one asked for is not."""
-    for argument in argv[1:]:
-        if found := re.match(r"--?config=([^:]+)", argument):
-            path = pathlib.Path(found[1])
-            if not path.is_file():
+    for argument, following in itertools.pairwise([*argv[1:], ""]):
+        if found := re.fullmatch(r"--?config(?:=(.+))?", argument):
+            name = (found[1] or following).partition(":")[0]
+            if not pathlib.Path(name).is_file():
                 known = sorted(str(p) for p in pathlib.Path("configs").glob("*.py"))
-                raise FileNotFoundError(f"no config file {found[1]!r}; known: {known}")
+                raise FileNotFoundError(f"no config file {name!r}; known: {known}")
 
 
 def _one_line(error: Exception) -> str:

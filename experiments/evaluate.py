@@ -13,6 +13,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from crbc_jax import command_line
+from crbc_jax.config import default_config
 from crbc_jax.types import UserError
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Workdir of a run.")
@@ -40,9 +41,12 @@ def read_config(workdir: pathlib.Path) -> ConfigDict:
             "with experiments/run.py, or give the workdir of one"
         )
     try:
-        return ConfigDict(json.loads(path.read_text()))
-    except ValueError as error:
+        config = ConfigDict(json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
         raise UserError(f"{path} is not the config of a run: {error}") from error
+    if missing := sorted(set(default_config()) - set(config)):
+        raise UserError(f"{path} is not the config of a run: it lacks {missing}")
+    return config
 
 
 def choose_step(checkpoints, wanted: str) -> int:

@@ -117,6 +117,7 @@ def test_columns_may_be_arrays_or_of_a_data_frame():
         ({"group_id": ["x", "x", float("nan"), "x"]}, ["'group_id'", "row 2", "NaN"]),
         ({"response_len": [1, 2, -1, 1]}, ["'response_len'", "row 2", "-1"]),
         ({"response_len": [1, 2, 2**40, 1]}, ["'response_len'", "row 2"]),
+        ({"next_anchor": [b"t", b"e", b"u", None]}, ["'next_anchor'", "bytes", "str"]),
     ],
 )
 def test_a_wrong_column_is_named_with_its_row(change, words):
@@ -201,6 +202,20 @@ def test_ignored_rewards_are_said():
     steps = two_rollouts() | {"reward": [0.1, -0.1, 0.0, 0.0]}
     with pytest.warns(UserWarning, match="ignored"):
         crbc_jax.step_advantages(steps, "rtmc")
+
+
+def test_misspelt_columns_are_said():
+    steps = two_rollouts() | {"is_action_vaild": [False] * 4, "comment": [""] * 4}
+    with pytest.warns(UserWarning, match="'is_action_vaild'.*'is_action_valid'"):
+        crbc_jax.step_advantages(steps)
+
+
+def test_nothing_follows_an_end_under_any_name():
+    steps = two_rollouts() | {"traj_id": [0, 1, 2, 3], "step": [0] * 4}
+    expected = crbc_jax.step_advantages(steps)
+    for nothing in ([None] * 4, np.full(4, np.nan)):
+        got = crbc_jax.step_advantages(steps | {"next_anchor": nothing})
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_step_rewards_enter_the_return():

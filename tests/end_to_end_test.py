@@ -262,6 +262,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(
     "arguments, words",
     [
         (["--config=configs/quickstrat.py"], ["no config file", "quickstart.py"]),
+        (["--config", "configs/quickstrat.py"], ["no config file", "quickstart.py"]),
         (["--config=configs/quickstart.py:smok"], ["'smok'", "smoke"]),
         ([], ["--config is missing"]),
         ([TINY[0], "--config.loss.clip_lo=0.1"], ["clip_lo", "clip_low"]),

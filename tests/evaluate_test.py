@@ -284,12 +284,15 @@ def test_script_prints_a_table_and_writes_json(workdir, flags, step, temperature
     [
         ([], "--workdir is missing"),
         (["--workdir=nowhere"], "--workdir='nowhere' holds no run"),
+        (["--workdir={empty}"], "is not the config of a run: it lacks ['advantage',"),
         (["--workdir=.", "--temperature=-1"], "temperature"),
         (["--workdir=.", "--checkpont=best"], "Did you mean: checkpoint"),
         (["--workdir={}", "--checkpoint=15"], "use `best` .* or one of [10, 20]"),
     ],
 )
-def test_script_refuses_in_one_line(workdir, flags, message):
+def test_script_refuses_in_one_line(workdir, flags, message, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    flags = [flag.replace("{empty}", str(tmp_path)) for flag in flags]
     flags = [flag.replace("{}", str(workdir)) for flag in flags]
     status, _, error = run_script(*flags)
     assert status == 1

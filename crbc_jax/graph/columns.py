@@ -3,6 +3,8 @@
 Every error names the column, the row and the remedy.
 """
 
+import difflib
+import warnings
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -62,6 +64,7 @@ def read_columns(columns: Columns) -> dict[str, Any]:
                 f"column {name!r} is missing; needed are {list(REQUIRED)}, known "
                 f"besides {[*OPTIONAL, *EXTRAS]}"
             )
+    _warn_of_misspelt(columns)
     known = [name for name in (*REQUIRED, *OPTIONAL, *EXTRAS) if name in columns]
     for name in known:
         _check_is_column(name, columns[name])
@@ -84,6 +87,7 @@ def read_columns(columns: Columns) -> dict[str, Any]:
     else:
         joined = [*_as_list(anchors), *_as_list(next_anchors)]
         _check_known("anchor", joined[:num_rows])  # What follows an end may be NaN.
+        _check_same_type(joined[:num_rows], joined[num_rows:])
         anchor, next_anchor = np.split(_codes("anchor", joined, check=False), 2)
     valid = columns.get("is_action_valid")
     return {
@@ -113,6 +117,30 @@ def read_columns(columns: Columns) -> dict[str, Any]:
             if name in columns
         },
     }
+
+
+def _warn_of_misspelt(columns: Columns) -> None:
+    """Tables have columns of their own; one named nearly as ours is ours, misspelt."""
+    for name in set(map(str, columns.keys())) - {*REQUIRED, *OPTIONAL, *EXTRAS}:
+        near = difflib.get_close_matches(name, [*OPTIONAL, *EXTRAS], 1, cutoff=0.85)
+        if near and near[0] not in columns:
+            warnings.warn(
+                f"column {name!r} is not read; did you mean {near[0]!r}?", stacklevel=5
+            )
+
+
+def _check_same_type(anchors: list, next_anchors: list) -> None:
+    """Refuses strings beside bytes: no next anchor would ever equal an anchor."""
+    here, ahead = (
+        {kind for kind in (str, bytes) if any(isinstance(v, kind) for v in values)}
+        for values in (anchors, next_anchors)
+    )
+    if here and ahead and here.isdisjoint(ahead):
+        raise ColumnError(
+            f"column 'next_anchor': {ahead.pop().__name__} never equals 'anchor', "
+            f"which has {here.pop().__name__}; give both columns the same type, or "
+            "leave 'next_anchor' out"
+        )
 
 
 def _check_is_column(name: str, values: Any) -> None:
