@@ -2,8 +2,8 @@
 
     python experiments/check_resume.py --kills=20 --max_policy_lag=1
 
-Trains once without a stop, and once killed with SIGKILL `--kills` times and continued
-by the same command; then compares parameters, metrics and rollouts.
+Trains once without a stop, and then as often as it takes to kill `--kills` times with
+SIGKILL, continued by the same command; compares parameters, metrics and rollouts.
 """
 
 import json
@@ -28,7 +28,7 @@ from crbc_jax.models.pretrained import load_model
 from crbc_jax.types import TrainState
 
 _CONFIG = flags.DEFINE_string("config", "configs/quickstart.py:smoke", "Config file.")
-_KILLS = flags.DEFINE_integer("kills", 20, "How often the run is killed.", 1)
+_KILLS = flags.DEFINE_integer("kills", 20, "Kills in all.", 1)
 _LAG = flags.DEFINE_integer("max_policy_lag", 0, "Of the runs: 0 or 1.", 0, 1)
 _OVERRIDES = flags.DEFINE_multi_string(
     "override", [], "Further config, such as --override=learner.num_updates=4."
@@ -49,22 +49,30 @@ def command(workdir: pathlib.Path) -> list[str]:
     return [sys.executable, str(_RUN), config, *lag, *more, f"--workdir={workdir}"]
 
 
-def run_killed(workdir: pathlib.Path, usual_seconds: float) -> None:
-    """Runs to the end, killed at moments spread over the whole life of a process."""
-    moments = random.Random(_SEED.value)
-    for number in range(_KILLS.value):
+def run_killed(
+    workdir: pathlib.Path,
+    max_kills: int,
+    usual_seconds: float,
+    moments: random.Random,
+) -> int:
+    """Runs to the end, killed at moments spread over the whole life of a process.
+
+    Returns how often it was killed: the end may come first.
+    """
+    for kills in range(max_kills):
         delay = moments.uniform(0.0, usual_seconds)
         process = subprocess.Popen(command(workdir), stdout=subprocess.DEVNULL)
         try:
-            code = process.wait(timeout=delay)
-            print(f"kill {number}: the run ended before, with exit status {code}")
+            process.wait(timeout=delay)
+            return kills
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
             rows = read_metrics(workdir)
-            reached = rows[-1]["step"] if rows else "no update"
-            print(f"kill {number}: after {delay:.1f} s, at {reached}", flush=True)
+            reached = f"update {rows[-1]['step']}" if rows else "no update"
+            print(f"{workdir.name}: killed after {delay:.1f} s, at {reached}")
     subprocess.run(command(workdir), stdout=subprocess.DEVNULL, check=True)
+    return max_kills
 
 
 def differences(straight: pathlib.Path, killed: pathlib.Path) -> list[str]:
@@ -98,13 +106,18 @@ def read_state(workdir: pathlib.Path) -> TrainState:
 
 def main(_) -> None:
     folder = pathlib.Path(_WORKDIR.value or tempfile.mkdtemp(prefix="check_resume-"))
-    straight, killed = folder / "straight", folder / "killed"
+    straight, moments = folder / "straight", random.Random(_SEED.value)
     started = time.monotonic()
     subprocess.run(command(straight), stdout=subprocess.DEVNULL, check=True)
-    run_killed(killed, usual_seconds=time.monotonic() - started)
-    if found := differences(straight, killed):
-        sys.exit(f"check_resume.py: {folder}: these differ: {', '.join(found)}")
-    print(f"equal bit for bit after {_KILLS.value} kills: {folder}")
+    usual_seconds = time.monotonic() - started
+    kills = runs = 0
+    while kills < _KILLS.value:
+        killed = folder / f"killed{runs}"
+        kills += run_killed(killed, _KILLS.value - kills, usual_seconds, moments)
+        if found := differences(straight, killed):
+            sys.exit(f"check_resume.py: {killed}: these differ: {', '.join(found)}")
+        runs += 1
+    print(f"equal bit for bit after {kills} kills in {runs} runs: {folder}")
 
 
 if __name__ == "__main__":

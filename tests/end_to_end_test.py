@@ -140,14 +140,14 @@ def test_a_killed_run_ends_in_the_same_bits(environment, tmp_path, lag):
     result = script(
         environment,
         "check_resume",
-        "--kills=5",
+        "--kills=2",
         f"--max_policy_lag={lag}",
         f"--workdir={tmp_path}",
         f"--config={TINY[0].removeprefix('--config=')}",
         *(f"--override={a.removeprefix('--config.')}" for a in TINY[1:]),
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "equal bit for bit after 5 kills" in result.stdout
+    assert "equal bit for bit after 2 kills" in result.stdout
 
 
 def test_ctrl_c_saves_and_the_same_command_continues(environment, finished, tmp_path):
