@@ -193,7 +193,8 @@ class _ProcessHost:
         try:
             await self._exchange(self._setup, _START_TIMEOUT, "start")
         except EnvironmentFailed:
-            await self._end(self._process)
+            if self._process:
+                await self._end(self._process, 0)
             raise
 
     async def call(self, method: str, slot: int, argument: str) -> Any:
@@ -222,13 +223,13 @@ class _ProcessHost:
                 length = await process.stdout.readexactly(worker.LENGTH_BYTES)
                 body = await process.stdout.readexactly(int.from_bytes(length, "big"))
         except TimeoutError:
-            await self._end(process)
+            await self._end(process, 0)
             raise EnvironmentFailed(
                 f"{self._name} {what}: took more than {timeout:g} s; its worker was "
                 "killed"
             ) from None
         except (EOFError, ConnectionError):
-            await self._end(process)
+            await self._end(process, _STOP_TIMEOUT)
             raise EnvironmentFailed(
                 f"{self._name} {what}: its worker ended with exit code "
                 f"{process.returncode}"
@@ -243,15 +244,20 @@ class _ProcessHost:
         self._is_stopped = True
         if process := self._process:
             process.stdin.close()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STOP_TIMEOUT):
-                    await process.wait()
-            await self._end(process)
+            await self._end(process, _STOP_TIMEOUT)
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Kills the process, if it still runs, and forgets it."""
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+    async def _end(self, process: asyncio.subprocess.Process, patience: float) -> None:
+        """Forgets the process; kills it if it still runs after `patience` seconds.
+
+        One that is ending by itself is waited for: a kill at that moment could take its
+        exit code away from asyncio, which would then make one up.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await process.wait()
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
         if self._process is process:
             self._process = None

