@@ -15,13 +15,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from crbc_jax import envs
-from crbc_jax.advantages import make_estimator
-from crbc_jax.advantages.diagnostics import diagnose
+from crbc_jax.advantages import WHOLE_BATCH, diagnostics, make_estimator
 from crbc_jax.background import Background
 from crbc_jax.envs.pool import EnvPool
 from crbc_jax.evaluate import EvalResult, evaluate
 from crbc_jax.graph.batch import build_batch, columns_of
 from crbc_jax.kernels.closure import closure_credit
+from crbc_jax.kernels.groups import over_groups
 from crbc_jax.learner.warm_start import Demonstration
 from crbc_jax.metrics import Progress
 from crbc_jax.models.config import DecoderConfig
@@ -269,20 +269,22 @@ class Rollouts:
 class Credit:
     """Groups -> one advantage a step, and what else was computed of each step."""
 
-    def __init__(self, config: ConfigDict):
-        """Takes `config.advantage`."""
+    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device]):
+        """Takes `config.advantage`, and the devices that groups are spread over."""
         estimate, beta = make_estimator(config), config.crbc.beta
+        bases = (config.name, config.proas.base if config.name == "proas" else None)
 
-        @jax.jit
         def assign(batch):
             # In one program: what the three have in common is computed once.
             return (
                 estimate(batch),
                 closure_credit(batch, beta=beta),
-                diagnose(batch, beta),
+                diagnostics.count(batch, beta),
             )
 
-        self._assign = assign
+        if any(name in WHOLE_BATCH for name in bases):
+            devices = devices[:1]
+        self._assign = over_groups(assign, devices)
 
     def __call__(
         self, groups: Sequence[Group]
@@ -292,7 +294,7 @@ class Credit:
         Steps are those of the trajectories that were not aborted, in order.
         """
         batch, order = build_batch(columns_of(groups))
-        advantages, closure, numbers = jax.device_get(self._assign(batch))
+        advantages, closure, counts = jax.device_get(self._assign(batch))
         advantages = order.unpad(advantages)
         columns = {
             name: order.unpad(getattr(closure, name))
@@ -301,7 +303,10 @@ class Credit:
         return (
             advantages,
             columns | {"advantage": advantages},
-            {f"credit/{name}": float(value) for name, value in numbers.items()},
+            {
+                f"credit/{name}": value
+                for name, value in diagnostics.summarize(counts).items()
+            },
         )
 
 

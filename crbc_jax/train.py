@@ -6,6 +6,7 @@ The only module, with stages.py, that sees all the others.
 import contextlib
 import pathlib
 
+import jax
 from ml_collections import ConfigDict
 
 from crbc_jax.background import Background, Interrupted, StopSignal
@@ -37,7 +38,7 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
     decoder_config, tokenizer = load_model(config.model.directory)
     mesh = make_mesh(**config.mesh)
     learner = make_learner(config, decoder_config, mesh)
-    clock, estimate = Clock(), Credit(config.advantage)
+    clock, estimate = Clock(), Credit(config.advantage, jax.local_devices())
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         compiles = stack.enter_context(CompileCounter())

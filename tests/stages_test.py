@@ -6,12 +6,14 @@ import os
 import signal
 import time
 
+import jax
+import numpy as np
 import pytest
 
 from crbc_jax.background import Background, Interrupted, StopSignal
 from crbc_jax.config import default_config
-from crbc_jax.stages import Rollouts, task_schedule
-from crbc_jax.types import UserError
+from crbc_jax.stages import Credit, Rollouts, task_schedule
+from crbc_jax.types import Step, Trajectory, UserError
 from crbc_jax.workdir import Workdir
 
 TASKS = [f"task-{i}" for i in range(10)]
@@ -133,3 +135,45 @@ def test_two_processes_do_not_train_in_one_workdir(tmp_path):
         Workdir(tmp_path / "run", default_config(), DIGESTS)
     del first
     Workdir(tmp_path / "run", default_config(), DIGESTS)
+
+
+def make_groups():
+    """Three groups whose rollouts part at the first step, and differ in the end."""
+
+    def make_step(anchor, action):
+        ids = np.arange(1, 4, dtype=np.int32)
+        return Step(
+            observation="",
+            anchor=anchor,
+            prompt_ids=ids,
+            response_ids=ids,
+            logprobs=-np.ones(3, np.float32),
+            policy_version=0,
+            finish_reason="stop",
+            action=action,
+            parse_code="ok",
+            is_action_valid=True,
+            reward=-0.1,
+        )
+
+    def make(group, rollout):
+        steps = [make_step("start", ["left", "right"][rollout % 2])]
+        steps += [make_step(f"{group}-{i}", "up") for i in range(rollout + group)]
+        outcome = "success" if rollout % 2 else "failure"
+        return Trajectory(str(group), group, rollout, outcome, tuple(steps), "", "end")
+
+    return [tuple(make(group, rollout) for rollout in range(4)) for group in range(3)]
+
+
+@pytest.mark.parametrize("estimator", ["crbc", "reinforce_pp"])
+def test_credit_over_devices_is_that_of_one(estimator):
+    config = default_config().advantage
+    config.name = estimator
+    groups = make_groups()
+    alone = Credit(config, jax.devices()[:1])(groups)
+    spread = Credit(config, jax.devices())(groups)
+    assert len(set(alone[0])) > 2
+    for left, right in zip(
+        jax.tree.leaves(alone), jax.tree.leaves(spread), strict=True
+    ):
+        np.testing.assert_allclose(left, right, rtol=0, atol=1e-5)

@@ -47,6 +47,8 @@ ESTIMATORS = {
 
 # Compare with nobody of their own group.
 WITHOUT_GROUP = ("reinforce_pp",)
+# Whiten over the rows of all groups; the others treat each group alone.
+WHOLE_BATCH = ("reinforce_pp", "reinforce_pp_baseline")
 # Need columns that the trainer's environments do not give (see `step_advantages`).
 ANNOTATED = ("migpo", "proas")
 

@@ -1,23 +1,23 @@
 """What a batch of groups offers to credit assignment, in numbers."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from crbc_jax.kernels.closure import solve_closure
 from crbc_jax.kernels.returns import at_rows, first_rows, set_sums, trajectory_totals
-from crbc_jax.types import TransitionBatch
+from crbc_jax.types import AnyArray, TransitionBatch
 
 DEPTHS = (0, 1, 2, 3, -1)  # Of the coverage; -1 is the full closure.
 
 
-@functools.partial(jax.jit, static_argnames="depths")
 def diagnose(
     batch: TransitionBatch, beta: float = 0.98, depths: tuple[int, ...] = DEPTHS
-) -> dict[str, Float[Array, ""]]:
+) -> dict[str, float]:
     """Shares and means over the batch; rows are visits of anchors.
 
     Returns:
@@ -32,7 +32,33 @@ def diagnose(
         transitions, on average, and the share of such rows that all rollouts of the
         group reach (figure 5 of arXiv 2609.35082; the definition of "reach" is ours).
     """
-    rows = jnp.sum(batch.mask)
+    return summarize(count(batch, beta, depths))
+
+
+def summarize(counts: Mapping[str, AnyArray]) -> dict[str, float]:
+    """Numbers of each group, as `count` gives them -> the numbers of `diagnose`."""
+    counts = jax.device_get(counts)
+    total = {name: float(np.sum(values)) for name, values in counts.items()}
+    rows, open_rows = max(total["rows"], 1), max(total["open"], 1)
+    groups, anchors = max(total["groups"], 1), max(total["anchors"], 1)
+    result = {
+        "anchors": total["anchors"] / groups,
+        "singleton_share": total["singletons"] / rows,
+        "open_share": total["open"] / rows,
+        "self_loop_share": total["self_loops"] / rows,
+        "unreachable_share": total["unreachable"] / anchors,
+        "zero_variance_groups": total["zero_variance"] / groups,
+        "residual": float(np.max(counts["residual"])),
+    }
+    covered = {name: total[name] / open_rows for name in total if "coverage" in name}
+    return result | covered
+
+
+@functools.partial(jax.jit, static_argnames="depths")
+def count(
+    batch: TransitionBatch, beta: float = 0.98, depths: tuple[int, ...] = DEPTHS
+) -> dict[str, Float[Array, " groups"]]:
+    """What `summarize` needs of each group; groups are treated alone."""
     ones = batch.mask.astype(jnp.float32)
     visits = set_sums(ones, batch.source, batch.num_anchors)
     pair_visits = set_sums(ones, batch.pair, batch.num_pairs)
@@ -46,28 +72,28 @@ def diagnose(
     low = jnp.min(jnp.where(batch.mask, returns, jnp.inf), axis=1)
     high = jnp.max(jnp.where(batch.mask, returns, -jnp.inf), axis=1)
     is_single = batch.mask & (at_rows(visits, batch.source) == 1)
-    num_anchors = jnp.sum(visits > 0)
-    num_groups = jnp.maximum(jnp.sum(is_group), 1)
+
+    def per_group(values):
+        return jnp.sum(values, axis=1, dtype=jnp.float32)
 
     result = {
-        "anchors": num_anchors / num_groups,
-        "singleton_share": jnp.sum(is_single) / jnp.maximum(rows, 1),
-        "open_share": jnp.sum(is_open) / jnp.maximum(rows, 1),
-        "self_loop_share": jnp.sum(is_loop) / jnp.maximum(rows, 1),
-        "unreachable_share": (
-            jnp.sum((visits > 0) & (closure.value <= 0)) / jnp.maximum(num_anchors, 1)
-        ),
-        "zero_variance_groups": jnp.sum(is_group & (low == high)) / num_groups,
-        "residual": jnp.max(closure.residual),
+        "groups": is_group.astype(jnp.float32),
+        "rows": per_group(batch.mask),
+        "anchors": per_group(visits > 0),
+        "open": per_group(is_open),
+        "singletons": per_group(is_single),
+        "self_loops": per_group(is_loop),
+        "unreachable": per_group((visits > 0) & (closure.value <= 0)),
+        "zero_variance": (is_group & (low == high)).astype(jnp.float32),
+        "residual": closure.residual,
     }
     num_rollouts = jnp.sum(first_rows(batch), axis=1, keepdims=True)
-    num_open = jnp.maximum(jnp.sum(is_open), 1)
     for depth, reached in _rollouts_within(batch, depths):
         at_row = at_rows(jnp.sum(reached, axis=2), batch.source)
-        is_full = is_open & (at_row == num_rollouts)
         name = "closure" if depth < 0 else str(depth)
-        result[f"coverage_{name}"] = jnp.sum(jnp.where(is_open, at_row, 0)) / num_open
-        result[f"full_coverage_{name}"] = jnp.sum(is_full) / num_open
+        result[f"coverage_{name}"] = per_group(jnp.where(is_open, at_row, 0))
+        is_full = is_open & (at_row == num_rollouts)
+        result[f"full_coverage_{name}"] = per_group(is_full)
     return result
 
 

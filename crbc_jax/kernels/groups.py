@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -17,9 +18,7 @@ MAX_CELLS = 2**14  # Groups times rows computed at once; they stay in a CPU's ca
 
 
 def over_groups(
-    function: Callable[[TransitionBatch], Any],
-    mesh: Mesh,
-    axes: Sequence[str] = ("data",),
+    function: Callable[[TransitionBatch], Any], devices: Sequence[jax.Device]
 ) -> Callable[[TransitionBatch], Any]:
     """Lets each device compute its own groups, without any communication.
 
@@ -27,31 +26,26 @@ def over_groups(
 
     Args:
         function: of a batch, to arrays whose first axis is the groups. It must treat
-            groups alone, as all estimators do but those that whiten the whole batch.
-        mesh: the devices.
-        axes: of the mesh, over which groups are split; other axes repeat the work.
+            groups alone, as all estimators do but advantages.WHOLE_BATCH.
+        devices: as many of them are used as divide the number of groups, a power of
+            two, evenly.
 
     Returns:
-        The jitted function. It raises ValueError if the groups do not divide evenly.
+        The jitted function.
     """
-    spec = P(tuple(axes))
-    parts = math.prod(mesh.shape[axis] for axis in axes)
 
     def run(batch: TransitionBatch) -> Any:
-        num_groups = batch.mask.shape[0]
-        if num_groups % parts:
-            raise ValueError(
-                f"{num_groups} groups (after padding) do not divide over the {parts} "
-                f"devices of mesh axes {list(axes)}; use a mesh of fewer devices"
-            )
+        parts = math.gcd(batch.mask.shape[0], len(devices))
+        if parts == 1:
+            return function(batch)
         leaves, tree = jax.tree.flatten(batch)
         # Nothing is exchanged, so there is nothing to check: without it, loops may
         # start from constants, which are the same on all devices.
         split = jax.shard_map(
             lambda leaves: function(tree.unflatten(leaves)),
-            mesh=mesh,
-            in_specs=(spec,),
-            out_specs=spec,
+            mesh=Mesh(np.array(devices[:parts]), ("groups",)),
+            in_specs=(P("groups"),),
+            out_specs=P("groups"),
             check_vma=False,
         )
         return split(leaves)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from crbc_jax.advantages import bind
+from crbc_jax.advantages import ANNOTATED, ESTIMATORS, WHOLE_BATCH, bind
 from crbc_jax.graph.batch import build_batch
 from crbc_jax.kernels import groups
 from crbc_jax.kernels.closure import closure_credit
@@ -45,10 +45,6 @@ def compiled(function, batch):
     return program.lower(leaves).compile().as_text()
 
 
-def mesh_of(num_devices):
-    return Mesh(np.array(jax.devices()[:num_devices]), ("data",))
-
-
 @pytest.mark.parametrize("method", ["reduced", "dense"])
 def test_the_closure_over_devices_is_equal_and_has_no_collective(batch, method):
     function = functools.partial(closure_credit, method=method)
@@ -61,7 +57,7 @@ def test_the_closure_over_devices_is_equal_and_has_no_collective(batch, method):
             for name in ("chain_target", "core_index")
         },
     )
-    spread = over_groups(function, mesh_of(8))
+    spread = over_groups(function, jax.devices())
     assert not COLLECTIVE.findall(compiled(spread, small))
     got = spread(small)
     assert len(got.value.sharding.device_set) == 8
@@ -69,22 +65,24 @@ def test_the_closure_over_devices_is_equal_and_has_no_collective(batch, method):
         np.testing.assert_allclose(getattr(got, name), values, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["crbc", "gated_bepo", "graphgpo", "hgpo"])
+@pytest.mark.parametrize("name", sorted({*ESTIMATORS} - {*WHOLE_BATCH, *ANNOTATED}))
 def test_estimators_over_devices(batch, name):
-    spread = over_groups(bind(name, {}), mesh_of(8))
+    spread = over_groups(bind(name, {}), jax.devices())
     assert not COLLECTIVE.findall(compiled(spread, batch))
     np.testing.assert_allclose(spread(batch), bind(name, {})(batch), atol=1e-5)
 
 
 def test_the_compiler_alone_would_communicate(batch):
     """The pattern above does find collectives, where there are some."""
-    sharding = NamedSharding(mesh_of(8), PartitionSpec("data"))
+    mesh = Mesh(np.array(jax.devices()), ("groups",))
+    sharding = NamedSharding(mesh, PartitionSpec("groups"))
     assert COLLECTIVE.findall(compiled(closure_credit, jax.device_put(batch, sharding)))
 
 
-def test_groups_that_do_not_divide_are_refused(batch):
-    with pytest.raises(ValueError, match="16 groups .* 3 devices"):
-        over_groups(closure_credit, mesh_of(3))(batch)
+@pytest.mark.parametrize("num_devices, num_used", [(1, 1), (3, 1), (6, 2), (8, 8)])
+def test_as_many_devices_as_divide_the_groups(batch, num_devices, num_used):
+    spread = over_groups(closure_credit, jax.devices()[:num_devices])
+    assert len(spread(batch).value.sharding.device_set) == num_used
 
 
 @pytest.mark.parametrize("cells", [1, 4 * 128, 7 * 128, 2**14])
