@@ -76,7 +76,7 @@ class TaskResult:
     """How the episode of one task ended."""
 
     task_id: str
-    difficulty: str
+    category: str
     outcome: str  # As types.Outcome.
     num_steps: int
     episode_return: float
@@ -99,11 +99,11 @@ class EvalResult:
         return len(self.tasks) - self.overall.trials
 
     @property
-    def by_difficulty(self) -> dict[str, Proportion]:
-        """The same for each difficulty, in natural order of their names."""
+    def by_category(self) -> dict[str, Proportion]:
+        """The same for each category, in natural order of their names."""
         members = collections.defaultdict(list)
         for task in self.tasks:
-            members[task.difficulty].append(task)
+            members[task.category].append(task)
         return {
             name: _proportion(members[name]) for name in sorted(members, key=_order)
         }
@@ -118,21 +118,22 @@ class EvalResult:
         """Fields of a metrics row."""
         low, high = self.overall.interval
         steps = [task.num_steps for task in self.tasks if task.outcome != "aborted"]
+        shares = self.by_category if len(self.by_category) > 1 else {}
         return {
             "eval/success_rate": self.overall.rate,
             "eval/success_low": low,
             "eval/success_high": high,
             "eval/episode_steps": sum(steps) / len(steps) if steps else math.nan,
             "eval/aborted": self.num_aborted,
-        }
+        } | {f"eval/success_rate/{name}": share.rate for name, share in shares.items()}
 
     def to_json(self) -> dict[str, Any]:
         return {
             "num_tasks": len(self.tasks),
             "num_aborted": self.num_aborted,
             "overall": self.overall.to_json(),
-            "by_difficulty": {
-                name: share.to_json() for name, share in self.by_difficulty.items()
+            "by_category": {
+                name: share.to_json() for name, share in self.by_category.items()
             },
             "tasks": [dataclasses.asdict(task) for task in self.tasks],
         }
@@ -143,7 +144,7 @@ async def evaluate(
     task_ids: Sequence[str],
     *,
     max_concurrent: int,
-    difficulty: Mapping[str, Any] | None = None,
+    category: Mapping[str, Any] | None = None,
     on_done: Callable[[int], None] | None = None,
 ) -> EvalResult:
     """Runs one episode of every task.
@@ -155,7 +156,7 @@ async def evaluate(
         run_episode: plays one task; an episode that breaks comes back as aborted.
         task_ids: the panel; each id once.
         max_concurrent: episodes in flight at most.
-        difficulty: of each task, by its id: what to group by, or None.
+        category: of each task, by its id: what to group by, or None.
         on_done: called with the number of finished episodes after each.
 
     Raises:
@@ -168,7 +169,7 @@ async def evaluate(
             f"a panel needs at least one task, and each of them once; got "
             f"{len(task_ids)}, repeated: {repeated[:3]}"
         )
-    grades = difficulty or dict.fromkeys(task_ids)
+    grades = category or dict.fromkeys(task_ids)
     labels = {i: "" if grades[i] is None else str(grades[i]) for i in task_ids}
     slots = asyncio.Semaphore(max_concurrent)
     num_done = 0
@@ -184,7 +185,7 @@ async def evaluate(
             on_done(num_done)
         return TaskResult(
             task_id=task_id,
-            difficulty=labels[task_id],
+            category=labels[task_id],
             outcome=trajectory.outcome,
             num_steps=len(trajectory.steps),
             episode_return=trajectory.episode_return,

@@ -42,20 +42,20 @@ def draw_curves(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def draw_difficulty(before: Row, after: Row) -> Figure:
-    """Success by difficulty in two evaluations, with 95 % intervals.
+def draw_category(before: Row, after: Row) -> Figure:
+    """Success by category in two evaluations, with 95 % intervals.
 
     Args:
         before, after: as `evaluate.EvalResult.to_json` gives them.
     """
-    names = list(after["by_difficulty"])
+    names = list(after["by_category"])
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     axes = figure.add_subplot()
     for label, evaluation, colour, shift in (
         (f"update {before['update']}", before, _GREY, -0.12),
         (f"update {after['update']}", after, _BLUE, 0.12),
     ):
-        shares = [evaluation["by_difficulty"].get(name) for name in names]
+        shares = [evaluation["by_category"].get(name) for name in names]
         known = [(i, s) for i, s in enumerate(shares) if s and s["trials"]]
         rates = [share["rate"] for _, share in known]
         axes.errorbar(
@@ -73,7 +73,7 @@ def draw_difficulty(before: Row, after: Row) -> Figure:
     axes.set_xticks(range(len(names)), names)
     axes.set_ylim(-0.03, 1.03)
     axes.legend(frameon=False)
-    _finish(axes, "Held-out success by difficulty (95 % intervals)", x="difficulty")
+    _finish(axes, "Held-out success by category (95 % intervals)", x="category")
     return figure
 
 

@@ -66,7 +66,7 @@ dl { display: grid; grid-template-columns: auto auto; gap: 0 .8rem; margin: .4re
 $summary
 <h2>Learning curves</h2>
 $curves
-$difficulty
+$category
 <h2>Time by stage</h2>
 $seconds
 <h2>Rollouts, step by step</h2>
@@ -107,7 +107,7 @@ def write_report(workdir: pathlib.Path, *, command: str) -> pathlib.Path:
         title=f"Run {html.escape(workdir.resolve().name)}",
         summary=_summary(rows, evaluations),
         curves=_image(curves, "Success rate and learner statistics over updates"),
-        difficulty=_difficulty(evaluations),
+        category=_category(evaluations),
         seconds=_seconds(rows),
         rollouts=_rollouts(workdir),
         provenance=_provenance(command, config, evaluations),
@@ -142,26 +142,26 @@ def _summary(rows: Sequence[Mapping], evaluations: Sequence[Mapping]) -> str:
     return f'<p class="headline">{" ".join(sentences)}</p>'
 
 
-def _difficulty(evaluations: Sequence[Mapping]) -> str:
-    if not evaluations or len(evaluations[-1]["by_difficulty"]) < 2:
+def _category(evaluations: Sequence[Mapping]) -> str:
+    if not evaluations or len(evaluations[-1]["by_category"]) < 2:
         return ""
     before, after = evaluations[0], evaluations[-1]
     table_rows = [
         (
             name,
-            _share(before["by_difficulty"].get(name)),
+            _share(before["by_category"].get(name)),
             _share(share),
             share["trials"],
         )
-        for name, share in after["by_difficulty"].items()
+        for name, share in after["by_category"].items()
     ]
-    header = ("difficulty", f"update {before['update']}", f"update {after['update']}")
+    header = ("category", f"update {before['update']}", f"update {after['update']}")
     return "\n".join(
         (
-            "<h2>Success by difficulty</h2>",
+            "<h2>Success by category</h2>",
             _image(
-                figures.draw_difficulty(before, after),
-                "Success by difficulty before and after; the table has the numbers",
+                figures.draw_category(before, after),
+                "Success by category before and after; the table has the numbers",
             ),
             _table((*header, "tasks"), table_rows, "Success, 95 % interval"),
         )

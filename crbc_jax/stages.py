@@ -87,8 +87,8 @@ class Rollouts:
         held_out = envs.tasks(env.name, "eval", count=env.num_eval_tasks, **options)
         self.train_ids, self.panel = train.ids, held_out
         self.digests = {"train": train.digest, "eval": held_out.digest}
-        self._difficulty = {
-            task_id: envs.difficulty(env.name, task_id, **options)
+        self._category = {
+            task_id: envs.category(env.name, task_id, **options)
             for task_id in held_out.ids
         }
         template = PROMPTS[config.rollout.prompt]
@@ -193,7 +193,7 @@ class Rollouts:
                 self.panel.ids,
                 # All at once: which episodes share a batch is then no accident.
                 max_concurrent=len(self.panel.ids),
-                difficulty=self._difficulty,
+                category=self._category,
                 on_done=lambda done: progress.show(bar, done),
             )
         )

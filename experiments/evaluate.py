@@ -2,7 +2,7 @@
 
     python experiments/evaluate.py --workdir=runs/quickstart --checkpoint=best
 
-Prints success by difficulty with 95 % intervals, and writes the same with the outcome
+Prints success by category with 95 % intervals, and writes the same with the outcome
 of each task to evaluation-STEP-tTEMPERATURE.json in the workdir.
 """
 
@@ -93,15 +93,15 @@ def play(config: ConfigDict, checkpoints, step: int):
 
 
 def print_table(result, title: str) -> None:
-    """Success of each difficulty, then of all."""
+    """Success of each category, then of all."""
     import rich.console
     import rich.table
 
     table = rich.table.Table(title=title, title_justify="left")
-    table.add_column("difficulty")
+    table.add_column("category")
     for name in ("solved", "success", "95 % interval"):
         table.add_column(name, justify="right")
-    shares = result.by_difficulty if len(result.by_difficulty) > 1 else {}
+    shares = result.by_category if len(result.by_category) > 1 else {}
     for name, share in (shares | {"all": result.overall}).items():
         if name == "all":
             table.add_section()

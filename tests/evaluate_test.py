@@ -90,22 +90,22 @@ def test_21_tasks_are_21_for_any_concurrency():
     assert results[0].scalars()["eval/success_rate"] == 9 / 17
 
 
-def test_groups_by_difficulty_in_order_of_number():
+def test_groups_by_category_in_order_of_number():
     outcomes = panel(20)
-    difficulty = {name: 2 + index % 9 for index, name in enumerate(outcomes)}
+    category = {name: 2 + index % 9 for index, name in enumerate(outcomes)}
     done = []
     result = asyncio.run(
         evaluate(
             player(outcomes),
             list(outcomes),
             max_concurrent=3,
-            difficulty=difficulty,
+            category=category,
             on_done=done.append,
         )
     )
-    assert list(result.by_difficulty) == [str(moves) for moves in range(2, 11)]
-    assert result.by_difficulty["2"] == Proportion(2, 2)  # The third was aborted.
-    assert sum(share.trials for share in result.by_difficulty.values()) == 16
+    assert list(result.by_category) == [str(moves) for moves in range(2, 11)]
+    assert result.by_category["2"] == Proportion(2, 2)  # The third was aborted.
+    assert sum(share.trials for share in result.by_category.values()) == 16
     assert done == list(range(1, 21))
 
 
@@ -119,7 +119,7 @@ def test_result_is_json_even_if_all_were_aborted():
     assert record["num_aborted"] == 2
     assert record["tasks"][0]["error"] == "worker died"
     assert isinstance(result, EvalResult)
-    assert list(record["by_difficulty"]) == [""]
+    assert list(record["by_category"]) == [""]
 
 
 @pytest.mark.parametrize("ids, what", [([], "got 0"), (["a", "b", "a"], "repeated: ")])
@@ -190,8 +190,8 @@ def play_sokoban(num_workers):
                     player, task_id, key, temperature=0.4, versions=range(5, 6)
                 )
 
-            moves = {i: envs.difficulty("sokoban", i, **options) for i in task_ids}
-            return await evaluate(run, task_ids, max_concurrent=8, difficulty=moves)
+            moves = {i: envs.category("sokoban", i, **options) for i in task_ids}
+            return await evaluate(run, task_ids, max_concurrent=8, category=moves)
 
     return asyncio.run(main())
 
@@ -202,7 +202,7 @@ def test_sokoban_panel_is_the_same_for_any_number_of_workers():
     assert alone.counts == "21/21 tasks"
     assert len({task.task_id for task in alone.tasks}) == 21
     assert alone.overall.successes > 0
-    assert set(alone.by_difficulty) <= {"2", "3"}
+    assert set(alone.by_category) <= {"2", "3"}
 
 
 # Runs the script on canned episodes in place of the policy's.
@@ -218,7 +218,7 @@ def play(config, checkpoints, step):
     outcomes = panel(20)
     moves = {name: 2 + index % 2 for index, name in enumerate(outcomes)}
     return asyncio.run(
-        evaluate(player(outcomes), list(outcomes), max_concurrent=4, difficulty=moves)
+        evaluate(player(outcomes), list(outcomes), max_concurrent=4, category=moves)
     )
 
 spec = importlib.util.spec_from_file_location("script", script)
@@ -275,7 +275,7 @@ def test_script_prints_a_table_and_writes_json(workdir, flags, step, temperature
     assert record["temperature"] == temperature
     assert record["panel"] == "0123456789abcdef"
     assert record["overall"]["successes"] == 8
-    assert list(record["by_difficulty"]) == ["2", "3"]
+    assert list(record["by_category"]) == ["2", "3"]
     assert len(record["tasks"]) == 20
 
 

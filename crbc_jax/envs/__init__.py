@@ -16,7 +16,7 @@ __all__ = [
     "Demonstration",
     "EnvironmentFailed",
     "TaskSet",
-    "difficulty",
+    "category",
     "expert",
     "make",
     "tasks",
@@ -75,14 +75,16 @@ def expert(name: str, task_id: str, **options) -> list[Demonstration]:
     return module.expert(task_id, build_options(module, options))
 
 
-def difficulty(name: str, task_id: str, **options) -> int | None:
-    """Returns the fewest steps that solve a task, or None where nobody knows.
+def category(name: str, task_id: str, **options) -> int | str | None:
+    """Returns what a task's results are grouped by, or None for nothing.
+
+    Sokoban: moves of the shortest solution. ALFWorld: the task's type.
 
     Raises:
         ValueError: as `make`.
     """
     module = load(name)
-    return module.difficulty(task_id, build_options(module, options))
+    return module.category(task_id, build_options(module, options))
 
 
 def load(name: str) -> ModuleType:

@@ -18,7 +18,7 @@ A module in `crbc_jax.envs.ENVIRONMENTS` makes such environments. It has
 * `make(options) -> gymnasium.Env`;
 * `tasks(split, count, options) -> TaskSet`;
 * `expert(task_id, options) -> list[Demonstration]`;
-* `difficulty(task_id, options) -> int | None`.
+* `category(task_id, options) -> int | str | None`, what results are grouped by.
 """
 
 import hashlib

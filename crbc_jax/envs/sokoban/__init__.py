@@ -43,6 +43,6 @@ def expert(task_id: str, options: Options) -> list[Demonstration]:
     return steps
 
 
-def difficulty(task_id: str, options: Options) -> int | None:
-    """Returns the shortest solution's moves; None for levels from files."""
+def category(task_id: str, options: Options) -> int | None:
+    """Returns the moves of the shortest solution; None for levels from files."""
     return find_level(task_id, options).optimal_moves

@@ -23,6 +23,6 @@ def expert(task_id: str, options: Options) -> list[Demonstration]:
     return play_expert(task_id, options)
 
 
-def difficulty(task_id: str, options: Options) -> None:
-    """Returns None: the fewest steps are not known."""
+def category(task_id: str, options: Options) -> None:
+    """Returns None: the goals are of one kind."""
     find_goal(open_shop(options), task_id)

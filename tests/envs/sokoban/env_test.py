@@ -70,7 +70,7 @@ def test_an_unknown_action_costs_a_step_and_changes_nothing(action):
 
 
 def test_won_on_the_last_step_is_not_truncated():
-    moves = envs.difficulty("sokoban", TASK)
+    moves = envs.category("sokoban", TASK)
     steps = envs.expert("sokoban", TASK)
     env = envs.make("sokoban")
     env.reset(options={"task": TASK})
@@ -88,7 +88,7 @@ def test_won_on_the_last_step_is_not_truncated():
 
 def test_expert_shows_what_the_environment_shows():
     steps = envs.expert("sokoban", TASK)
-    assert len(steps) == envs.difficulty("sokoban", TASK)
+    assert len(steps) == envs.category("sokoban", TASK)
     assert steps == envs.expert("sokoban", TASK)
     env, observation, info = start()
     for demonstration in steps:
