@@ -33,8 +33,11 @@ setup(
         "tokenizers>=0.21",
     ],
     extras_require={
+        # Compiles a planner: needs a C++ compiler, make and cmake, about 3 minutes.
+        "alfworld": ["alfworld==0.4.2", "pyyaml"],
         "notebook": ["ipykernel", "nbclient", "networkx"],
         "test": [
+            "alfworld==0.4.2",
             "beartype",
             "hypothesis",
             "ipykernel",
@@ -43,6 +46,7 @@ setup(
             "pytest>=8",
             "pytest-timeout",
             "pytest-xdist",
+            "pyyaml",
             "ruff",
             "scipy",
         ],

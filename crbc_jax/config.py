@@ -19,6 +19,13 @@ def default_config() -> ConfigDict:
     config.env.step_timeout = 30.0  # Seconds a worker may take; then aborted.
     config.env.num_train_tasks = 4096  # Distinct tasks that training cycles through.
     config.env.num_eval_tasks = 256  # Size of the held-out panel.
+    config.env.alfworld = ConfigDict()
+    config.env.alfworld.data_dir = ""  # Folder with json_2.1.1; "": $ALFWORLD_DATA, or
+    # where alfworld-download puts it.
+    config.env.alfworld.train_folder = "train"  # Or valid_train, ...: of json_2.1.1.
+    config.env.alfworld.eval_folder = "valid_seen"  # Or valid_unseen.
+    config.env.alfworld.task_types = "all"  # Or some, as "Pick,Look".
+    config.env.alfworld.cached = True  # Cache what the engine computes anew each step.
     config.env.sokoban = ConfigDict()
     config.env.sokoban.levels = "generated"  # Or a Boxoban file or folder of them.
     config.env.sokoban.size = 6  # Cells a side, walls included (generated levels).

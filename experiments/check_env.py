@@ -26,12 +26,13 @@ _NUM_TASKS = flags.DEFINE_integer("tasks", 256, "Held-out tasks to play.", 1)
 
 # Packages that each environment needs, and the share of tasks that its expert solves.
 _PACKAGES = {
+    "alfworld": ("gymnasium", "alfworld", "textworld", "pyyaml"),
     "sokoban": ("gymnasium", "numpy"),
     "webshop": ("gymnasium", "numpy", "rapidfuzz"),
 }
 # WebShop's reward gives 4 % of the official goals' own products no full marks, whatever
 # options are chosen; all generated goals can be met.
-_EXPERT_SUCCESS = {"sokoban": 1.0, "webshop": 0.95}
+_EXPERT_SUCCESS = {"alfworld": 1.0, "sokoban": 1.0, "webshop": 0.95}
 
 
 def parse_options(assignments: list[str]) -> dict:

@@ -25,6 +25,8 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import gymnasium
+
 SPLITS = ("train", "eval")
 
 
@@ -45,6 +47,14 @@ class Demonstration(NamedTuple):
 
 class EnvironmentFailed(RuntimeError):
     """An environment raised, hung or died; its episode is aborted, never a failure."""
+
+
+class AnyText(gymnasium.spaces.Text):
+    """Texts of any characters: those of games and shops have no fixed alphabet."""
+
+    def contains(self, x: Any) -> bool:
+        """Whether `x` is a text that is not too long."""
+        return isinstance(x, str) and len(x) <= self.max_length
 
 
 def digest_lines(lines: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import gymnasium
 
+from crbc_jax.envs.base import AnyText
 from crbc_jax.envs.webshop import pages
 from crbc_jax.envs.webshop.options import Options
 from crbc_jax.envs.webshop.shop import Shop, open_shop
@@ -12,14 +13,6 @@ from crbc_jax.envs.webshop.tasks import draw_task, find_goal
 
 _WON_REWARD = 10.0  # As the published results have it; less than 1 of 1 is 0.
 SEARCH_FORM = "search[<your query>]"
-
-
-class _AnyText(gymnasium.spaces.Text):
-    """Texts of any characters: a shop has those of all scripts."""
-
-    def contains(self, x: Any) -> bool:
-        """Whether `x` is a text that is not too long."""
-        return isinstance(x, str) and len(x) <= self.max_length
 
 
 class WebShopEnv(gymnasium.Env[str, str]):
@@ -41,8 +34,8 @@ class WebShopEnv(gymnasium.Env[str, str]):
     def __init__(self, options: Options | None = None):
         self.options = options or Options()
         self.render_mode = "ansi"
-        self.action_space = _AnyText(max_length=1 << 20)
-        self.observation_space = _AnyText(max_length=1 << 24)
+        self.action_space = AnyText(max_length=1 << 20)
+        self.observation_space = AnyText(max_length=1 << 24)
         self._shop: Shop = open_shop(self.options)
         self._task_id = ""
         self._is_over = True

@@ -32,6 +32,27 @@ class Template(NamedTuple):
     is_message: bool  # A user's message of a chat, rather than text to continue.
 
 
+def history(scene: Scene, show: Callable[[str], str] = str) -> str:
+    """Returns the records as numbered blocks, "" if there are none.
+
+    Args:
+        scene: of now.
+        show: what to show of a past observation.
+    """
+    if not scene.records:
+        return ""
+    first = scene.num_steps - len(scene.records) + 1
+    blocks = [
+        f"[Observation {number}:\n{show(record.observation)}\n"
+        f"Action {number}: {record.action}]\n"
+        for number, record in enumerate(scene.records, first)
+    ]
+    return (
+        f"\nSteps taken so far: {scene.num_steps}. "
+        f"The last {len(scene.records)}, oldest first:\n{''.join(blocks)}"
+    )
+
+
 def tagged_action(action: str) -> str:
     """Returns the shortest reply that the parsers read as `action`."""
     return f"<action>{action}</action>"

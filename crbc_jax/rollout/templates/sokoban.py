@@ -1,6 +1,6 @@
 """Sokoban's grid in words, for a language model, and in the preset's few symbols."""
 
-from crbc_jax.rollout.templates.base import Scene, Template, tagged_action
+from crbc_jax.rollout.templates.base import Scene, Template, history, tagged_action
 from crbc_jax.types import INVALID_ACTION
 
 _MOVES = ("up", "down", "left", "right")
@@ -41,23 +41,11 @@ between <action> and </action>.
 
 
 def _prompt(scene: Scene) -> str:
-    parts = [_RULES]
-    if scene.records:
-        parts.append(
-            f"\nSteps taken so far: {scene.num_steps}. "
-            f"The last {len(scene.records)}, oldest first:\n"
-        )
-    first = scene.num_steps - len(scene.records) + 1
-    for number, record in enumerate(scene.records, first):
-        parts.append(
-            f"[Observation {number}:\n{record.observation}\n"
-            f"Action {number}: {record.action}]\n"
-        )
-    parts.append(
+    return (
+        f"{_RULES}{history(scene)}"
         f"\nThis is step {scene.num_steps + 1}. The grid now:\n{scene.observation}\n"
-        f"\nYour possible actions: {', '.join(scene.admissible_actions)}\n"
+        f"\nYour possible actions: {', '.join(scene.admissible_actions)}\n{_REPLY}"
     )
-    return "".join([*parts, _REPLY])
 
 
 # Words for a language model, after the published layout.
