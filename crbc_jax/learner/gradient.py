@@ -10,10 +10,11 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from crbc_jax.learner import losses, sharding
+from crbc_jax.learner import sharding
+from crbc_jax.learner.logprobs import token_logprobs
 from crbc_jax.learner.packing import Rows
 from crbc_jax.models.config import DecoderConfig
-from crbc_jax.models.decoder import forward, init_params, unembed
+from crbc_jax.models.decoder import forward, init_params
 from crbc_jax.types import TrainState
 
 # (params, one micro-batch) -> its share of the loss, and two trees of scalars: those to
@@ -78,7 +79,11 @@ def make_init(
 
 
 def response_logprobs(
-    decoder_config: DecoderConfig, params: Any, rows: Rows, temperature: float
+    decoder_config: DecoderConfig,
+    params: Any,
+    rows: Rows,
+    temperature: float,
+    mesh: Mesh,
 ) -> tuple[Float[Array, "rows responses"], Float[Array, "rows responses"]]:
     """Log-probability of each response token and the entropy there, at `temperature`.
 
@@ -89,8 +94,9 @@ def response_logprobs(
         decoder_config, params, rows.tokens, rows.positions, rows.segment_ids
     )
     hidden = jnp.take_along_axis(hidden, rows.response_index[..., None], axis=1)
-    logits = unembed(decoder_config, params, hidden)
-    return losses.logprobs_and_entropy(logits, rows.response_ids, temperature)
+    return token_logprobs(
+        decoder_config, params, hidden, rows.response_ids, temperature, mesh
+    )
 
 
 def accumulate(

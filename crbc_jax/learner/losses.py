@@ -45,16 +45,39 @@ def logprobs_and_entropy(
     logits: Float[Array, "*tokens vocab"],
     token_ids: Int[Array, "*tokens"],
     temperature: float,
+    vocab_axis: str | None = None,
 ) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]:
     """Log-probability of each token, never positive, and entropy there, in nats.
 
     Both are those of the distribution that is sampled: at `temperature`, which must
     be positive. Computed in float32 whatever the dtype of the logits.
+
+    Args:
+        vocab_axis: inside shard_map, the mesh axis that the vocabulary is split over,
+            in order; the logits are then this device's part.
     """
-    log_softmax = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature, axis=-1)
-    chosen = jnp.take_along_axis(log_softmax, token_ids[..., None], axis=-1)
-    entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
-    return chosen[..., 0], entropy
+    logits = logits.astype(jnp.float32) / temperature
+    highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    first = 0
+    if vocab_axis is not None:
+        highest = jax.lax.pmax(highest, vocab_axis)
+        first = jax.lax.axis_index(vocab_axis) * logits.shape[-1]
+
+    def total(values):
+        values = jnp.sum(values, axis=-1)
+        return values if vocab_axis is None else jax.lax.psum(values, vocab_axis)
+
+    shifted = logits - highest
+    log_softmax = shifted - jnp.log(total(jnp.exp(shifted)))[..., None]
+    entropy = -total(jnp.exp(log_softmax) * log_softmax)
+    if vocab_axis is None:
+        chosen = jnp.take_along_axis(log_softmax, token_ids[..., None], axis=-1)
+        return chosen[..., 0], entropy
+    slot = token_ids[..., None] - first
+    is_here = (slot >= 0) & (slot < logits.shape[-1])
+    slot = jnp.clip(slot, 0, logits.shape[-1] - 1)
+    chosen = jnp.take_along_axis(log_softmax, slot, axis=-1)
+    return total(jnp.where(is_here, chosen, 0)), entropy
 
 
 def log_ratios(

@@ -76,7 +76,7 @@ def make_update(
     def update(state, batch, old_logprobs):
         def objective(params, microbatch):
             return _objective(
-                decoder_config, options, params, state.reference, *microbatch
+                decoder_config, options, mesh, params, state.reference, *microbatch
             )
 
         grads, loss, (means, totals), maxima = gradient.accumulate(
@@ -113,7 +113,7 @@ def make_score(
                 batch.rows,
             )
             logprobs, _ = gradient.response_logprobs(
-                decoder_config, params, rows, temperature
+                decoder_config, params, rows, temperature, mesh
             )
             return jax.lax.dynamic_update_index_in_dim(scores, logprobs, index, 0)
 
@@ -186,6 +186,7 @@ _COMBINE = {
 def _objective(
     decoder_config: DecoderConfig,
     options: LossOptions,
+    mesh: Mesh,
     params: Any,
     reference: Any | None,
     batch: MiniBatch,
@@ -194,7 +195,7 @@ def _objective(
     """One micro-batch's share of the loss, (token sums, totals), and maxima."""
     mask = batch.rows.response_mask
     logprobs, entropy = gradient.response_logprobs(
-        decoder_config, params, batch.rows, options.temperature
+        decoder_config, params, batch.rows, options.temperature, mesh
     )
     current = jax.lax.stop_gradient(logprobs)
     old = current if old_logprobs is None else old_logprobs
@@ -218,7 +219,7 @@ def _objective(
     means = {}
     if options.kl_coef:
         anchor, _ = gradient.response_logprobs(
-            decoder_config, reference, batch.rows, options.temperature
+            decoder_config, reference, batch.rows, options.temperature, mesh
         )
         penalty = losses.kl_penalty(logprobs, jax.lax.stop_gradient(anchor))
         loss += options.kl_coef * weighted(batch.kl_weight, penalty)

@@ -118,7 +118,7 @@ def make_warm_start_step(
 
         def objective(params, microbatch):
             logprobs, _ = gradient.response_logprobs(
-                decoder_config, params, microbatch, temperature=1.0
+                decoder_config, params, microbatch, temperature=1.0, mesh=mesh
             )
             row_means = jax.vmap(losses.masked_mean)(logprobs, microbatch.response_mask)
             loss = -jnp.sum(row_means) / (num_microbatches * rows_each)

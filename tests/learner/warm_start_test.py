@@ -100,9 +100,10 @@ def test_first_loss_is_the_mean_cross_entropy_of_the_rows(decoder_config, run):
     """Rows count alike; the sum over micro-batches is divided once."""
     params = init_params(decoder_config, 0)
     rows = jax.tree.map(lambda leaf: leaf.reshape(16, -1), make_batches()(0))
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
     logprobs, _ = jax.jit(
         lambda params, rows: gradient.response_logprobs(
-            decoder_config, params, rows, 1.0
+            decoder_config, params, rows, 1.0, mesh
         )
     )(params, rows)
     _, losses = run(params, 1)
