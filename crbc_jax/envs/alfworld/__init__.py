@@ -18,7 +18,7 @@ def tasks(split: str, count: int, options: Options) -> TaskSet:
 
 
 def expert(task_id: str, options: Options) -> list[Demonstration]:
-    """Plays the planner's solution; it knows what is in every drawer."""
+    """Plays a planned solution; the planner knows what is in every drawer."""
     return play_expert(task_id, options)
 
 

@@ -12,14 +12,13 @@ from typing import Any
 _MAX_GAMES = 32  # Translations kept a process, some MB each.
 
 
-def make_engine(*, cached: bool, plans: bool = False) -> Any:
+def make_engine(*, cached: bool) -> Any:
     """Returns a TextWorld environment; its `load` takes the path of a game.
 
     Not for threads: the engine's parser is one for the process.
 
     Args:
         cached: whether the process's engine uses the caches from now on.
-        plans: whether each state has `policy_commands`, what the planner would do.
 
     Raises:
         ValueError: if a package is missing.
@@ -36,7 +35,6 @@ def make_engine(*, cached: bool, plans: bool = False) -> Any:
     if cached:
         use_caches()
     infos = textworld.EnvInfos(won=True, admissible_commands=True)
-    infos.policy_commands = plans
     return AlfredDemangler(PddlEnv(infos))
 
 

@@ -23,6 +23,9 @@ class ALFWorldEnv(gymnasium.Env[str, str]):
     (arXiv 2605.26684, 2609.35082): what is in a closed drawer is no part of it.
 
     `info["feedback"]` is the game's answer alone.
+
+    Attributes:
+        engine: TextWorld's environment below.
     """
 
     metadata = {"render_modes": ["ansi"]}
@@ -32,7 +35,7 @@ class ALFWorldEnv(gymnasium.Env[str, str]):
         self.render_mode = "ansi"
         self.action_space = AnyText(max_length=1 << 20)
         self.observation_space = AnyText(max_length=1 << 16)
-        self._engine = make_engine(cached=self.options.cached)
+        self.engine = make_engine(cached=self.options.cached)
         self._task_id = ""
         self._is_over = True
 
@@ -48,9 +51,9 @@ class ALFWorldEnv(gymnasium.Env[str, str]):
         task_id = (options or {}).get("task") or self._draw_task()
         path = find_game(task_id, self.options)
         if task_id != self._task_id:
-            self._engine.load(str(path))
+            self.engine.load(str(path))
             self._task_id = task_id
-        self._state = self._engine.reset()
+        self._state = self.engine.reset()
         self._num_steps, self._is_over = 0, False
         self._household = Household()
         return self.render(), self._info(reason="")
@@ -64,7 +67,7 @@ class ALFWorldEnv(gymnasium.Env[str, str]):
         if self._is_over:
             raise RuntimeError("the episode is over, or none was begun: call reset")
         known = action in self._state.admissible_commands
-        self._state, _, _ = self._engine.step(action)
+        self._state, _, _ = self.engine.step(action)
         self._household.read(self._state.feedback)
         self._num_steps += 1
         terminated = bool(self._state["won"])
@@ -79,7 +82,7 @@ class ALFWorldEnv(gymnasium.Env[str, str]):
 
     def close(self) -> None:
         """Frees the game."""
-        self._engine.close()
+        self.engine.close()
         self._is_over = True
 
     def _info(self, reason: str) -> dict[str, Any]:

@@ -10,9 +10,11 @@ from crbc_jax.envs.webshop.options import Options
 from crbc_jax.envs.webshop.shop import Shop, open_shop
 from crbc_jax.envs.webshop.tasks import find_goal
 
+_EXTRAS = re.compile(r" with [\w ]+: |, and price lower than ")
+
 
 def play_expert(task_id: str, options: Options) -> list[Demonstration]:
-    """Searches for the product by its title, chooses the options and buys.
+    """Searches for the product, chooses the options and buys.
 
     Raises:
         ValueError: if that does not win: the search does not find the product, the
@@ -37,10 +39,14 @@ def play_expert(task_id: str, options: Options) -> list[Demonstration]:
 
 def _plan(shop: Shop, goal: Goal) -> list[str]:
     product = shop.products[goal.asin]
-    # A bracket would end the action's argument, a line break the action.
-    keywords = re.sub(r"[\[\]\n]", " ", product.title).strip()
-    found = [other.asin for other in shop.search(keywords.lower())]
-    if goal.asin not in found:
+    # As a shopper would: by the wish, without its options and price. Else by the title.
+    for text in (_EXTRAS.split(goal.instruction)[0], product.title):
+        # A bracket would end the action's argument, a line break the action.
+        keywords = re.sub(r"[\[\]\n]", " ", text.removeprefix("Find me ")).strip()
+        found = [other.asin for other in shop.search(keywords.lower())]
+        if goal.asin in found:
+            break
+    else:
         return []
     actions = [f"search[{keywords}]"]
     num_pages = found.index(goal.asin) // pages.PAGE_SIZE

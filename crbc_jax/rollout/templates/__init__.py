@@ -4,7 +4,9 @@ from crbc_jax.rollout.templates import alfworld, sokoban, webshop
 
 PROMPTS = {
     "alfworld": alfworld.TEMPLATE,
+    "alfworld_compact": alfworld.COMPACT,
     "sokoban": sokoban.TEMPLATE,
     "sokoban_compact": sokoban.COMPACT,
     "webshop": webshop.TEMPLATE,
+    "webshop_compact": webshop.COMPACT,
 }

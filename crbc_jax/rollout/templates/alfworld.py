@@ -19,13 +19,25 @@ _MARK = "Your task is to:"
 
 
 def _prompt(scene: Scene) -> str:
-    task = scene.first_observation.partition(_MARK)[2].strip().partition("\n")[0]
     actions = "\n".join(f"'{action}'" for action in scene.admissible_actions)
     return (
-        f"{_RULES}\nYour task: {task}\n{history(scene)}"
+        f"{_RULES}\nYour task: {_task(scene)}\n{history(scene)}"
         f"\nThis is step {scene.num_steps + 1}. You see now:\n{scene.observation}\n"
         f"\nYour possible actions:\n{actions}\n{_REPLY}"
     )
 
 
+def _compact_prompt(scene: Scene) -> str:
+    past = "".join(f"{r.observation}\n> {r.action}\n" for r in scene.records)
+    actions = "\n".join(scene.admissible_actions)
+    return f"{actions}\n\n{past}{scene.observation}\n{_task(scene)}\n"
+
+
+def _task(scene: Scene) -> str:
+    return scene.first_observation.partition(_MARK)[2].strip().partition("\n")[0]
+
+
+# Words for a language model, after the published layout.
 TEMPLATE = Template(_prompt, tagged_action, end=None, is_message=True)
+# The facts alone, for a small policy that is trained from nothing.
+COMPACT = Template(_compact_prompt, tagged_action, end="</action>", is_message=False)

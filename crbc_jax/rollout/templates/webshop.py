@@ -20,8 +20,7 @@ _SEPARATOR = " [SEP] "
 
 
 def _prompt(scene: Scene) -> str:
-    wish = _after_mark(scene.first_observation).strip().partition("\n")[0]
-    wish = wish.partition(_SEPARATOR)[0]
+    wish = _wish(scene)
     actions = "\n".join(f"'{action}'" for action in scene.admissible_actions)
     return (
         f"{_RULES}\nThe wish: {wish}\n{history(scene, lambda text: _page(text, wish))}"
@@ -31,13 +30,26 @@ def _prompt(scene: Scene) -> str:
     )
 
 
-def _after_mark(text: str) -> str:
-    return text.partition(_MARK)[2].removeprefix(_SEPARATOR)
+def _compact_prompt(scene: Scene) -> str:
+    wish = _wish(scene)
+    past = "".join(
+        f"{_page(r.observation, wish)}\n> {r.action}\n" for r in scene.records
+    )
+    return f"{past}{_page(scene.observation, wish)}\n{wish}\n"
+
+
+def _wish(scene: Scene) -> str:
+    """The instruction; the modes "text" and "text_rich" end it in their own ways."""
+    text = scene.first_observation.partition(_MARK)[2].removeprefix(_SEPARATOR)
+    return text.strip().partition("\n")[0].partition(_SEPARATOR)[0]
 
 
 def _page(text: str, wish: str) -> str:
-    """The page without the wish, which stands above already."""
+    """The page without the wish, which stands in the prompt already."""
     return text.partition(wish)[2].removeprefix(_SEPARATOR).strip()
 
 
+# Words for a language model, after the published layout.
 TEMPLATE = Template(_prompt, tagged_action, end=None, is_message=True)
+# The facts alone, for a small policy that is trained from nothing.
+COMPACT = Template(_compact_prompt, tagged_action, end="</action>", is_message=False)

@@ -134,10 +134,11 @@ def test_gymnasium_finds_no_fault(data_dir):
     check_env(envs.make("alfworld", data_dir=data_dir), skip_render_check=True)
 
 
-def test_the_expert_plays_the_planners_plan(data_dir, plans):
-    for task_id in sorted(plans)[::6]:
+def test_the_expert_wins_about_as_fast_as_the_shortest_plan(data_dir, plans):
+    for task_id in sorted(plans)[::3]:
         steps = envs.expert("alfworld", task_id, data_dir=data_dir)
-        assert [step.action for step in steps] == plans[task_id]["plan"]
+        # The nearest of several items is not looked for.
+        assert len(steps) <= len(plans[task_id]["plan"]) + 1
         assert steps[0].info["task_id"] == task_id
     with pytest.raises(ValueError, match="max_steps is 2"):
         envs.expert("alfworld", task_id, data_dir=data_dir, max_steps=2)
