@@ -31,7 +31,7 @@ def play_expert(task_id: str, options: Options) -> list[Demonstration]:
     steps = []
     try:
         for action in plan(env.engine)[: options.max_steps]:
-            if action not in info["admissible_actions"]:
+            if info["won"] or action not in info["admissible_actions"]:
                 break
             steps.append(Demonstration(observation, info, action))
             observation, _, _, _, info = env.step(action)
