@@ -108,7 +108,8 @@ def default_config() -> ConfigDict:
     config.loss.ratio = "token"  # Importance ratio of each token; "step": of the whole
     # reply; "step_mean": its geometric mean over the tokens.
     config.loss.aggregation = "group_step"  # A row of learner.packing.AGGREGATIONS.
-    config.loss.kl_coef = 0.0  # Of the k3 penalty to the warm-started reference.
+    config.loss.kl_coef = 0.0  # Of the penalty to the warm-started reference.
+    config.loss.kl_form = "k3"  # A row of learner.losses.KL_FORMS.
     config.loss.entropy_coef = 0.0
     config.loss.degenerate_groups = "keep"  # "drop_pg", "drop_all": for groups
     # whose advantages are all zero.
@@ -122,6 +123,9 @@ def default_config() -> ConfigDict:
     config.learner.minibatch_groups = 0  # Groups an optimiser step; 0: all.
     config.learner.minibatch_rows = 0  # Environment steps an optimiser step; 0: off.
     config.learner.microbatch_rows = 64  # Rows at once on all devices together.
+    config.learner.row_tokens = 0  # Slots of a row that several steps share; 0: one
+    # step a row. Padding is small from four times the longest step on.
+    config.learner.share_prompts = False  # Equal prompts of a group once a row.
 
     config.mesh = ConfigDict()
     config.mesh.data = -1  # Devices along each axis; -1: all that remain.

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from crbc_jax import envs
 from crbc_jax.advantages import ANNOTATED, WITHOUT_GROUP, make_estimator
 from crbc_jax.envs.base import digest_lines
-from crbc_jax.learner.losses import OLD_LOGPROBS, RATIOS
+from crbc_jax.learner.losses import KL_FORMS, OLD_LOGPROBS, RATIOS
 from crbc_jax.learner.packing import AGGREGATIONS, DEGENERATE_GROUPS
 from crbc_jax.models.config import count_params, load_config
 from crbc_jax.rollout import ENGINES
@@ -155,7 +155,8 @@ _BOUNDS = (
         lambda value: value >= 0,
         "env.num_workers rollout.history_length rollout.gate_step evaluate.temperature "
         "loss.kl_coef learner.num_updates learner.learning_rate learner.weight_decay "
-        "learner.minibatch_groups learner.minibatch_rows warm_start.steps "
+        "learner.minibatch_groups learner.minibatch_rows learner.row_tokens "
+        "warm_start.steps "
         "warm_start.noise_steps",
     ),
     (
@@ -183,6 +184,7 @@ _CHOICES = {
     "rollout.prompt": PROMPTS,
     "rollout.parser": PARSERS,
     "loss.ratio": RATIOS,
+    "loss.kl_form": KL_FORMS,
     "loss.aggregation": AGGREGATIONS,
     "loss.degenerate_groups": DEGENERATE_GROUPS,
     "learner.old_logprobs": OLD_LOGPROBS,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from crbc_jax.learner import sharding
 from crbc_jax.learner.logprobs import token_logprobs
-from crbc_jax.learner.packing import Rows
+from crbc_jax.learner.rows import Rows
 from crbc_jax.models.config import DecoderConfig
 from crbc_jax.models.decoder import forward, init_params
 from crbc_jax.types import TrainState
@@ -91,7 +91,13 @@ def response_logprobs(
     prompt, and the vocabulary is the widest axis of all. Masked entries mean nothing.
     """
     hidden, _ = forward(
-        decoder_config, params, rows.tokens, rows.positions, rows.segment_ids
+        decoder_config,
+        params,
+        rows.tokens,
+        rows.positions,
+        rows.segment_ids,
+        branch_ids=rows.branch_ids,
+        mesh=mesh,
     )
     hidden = jnp.take_along_axis(hidden, rows.response_index[..., None], axis=1)
     return token_logprobs(

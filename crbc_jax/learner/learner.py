@@ -20,7 +20,7 @@ from crbc_jax.learner.warm_start import (
     run_warm_start,
 )
 from crbc_jax.models.config import DecoderConfig
-from crbc_jax.types import Group, TrainState
+from crbc_jax.types import Group, TrainState, UserError
 
 Scalars = dict[str, float]
 
@@ -66,6 +66,7 @@ def make_learner(
         dual_clip=config.loss.dual_clip,
         ratio=config.loss.ratio,
         kl_coef=config.loss.kl_coef,
+        kl_form=config.loss.kl_form,
         entropy_coef=config.loss.entropy_coef,
         temperature=config.rollout.temperature,
     )
@@ -136,21 +137,37 @@ def _bind_warm_start(config, decoder_config, mesh, init_plain):
 
 def _capacity(config: ConfigDict, mesh: Mesh) -> Capacity:
     """The largest mini-batch that the config can bring, and rows at once."""
-    field = "config.learner.microbatch_rows"
-    sharding.check_rows(config.learner.microbatch_rows, mesh, field)
-    num_groups = config.rollout.tasks_per_update
-    if config.learner.minibatch_groups:
-        num_groups = min(num_groups, config.learner.minibatch_groups)
-    max_rows = num_groups * config.rollout.group_size * config.env.max_steps
-    if config.learner.minibatch_rows:
-        max_rows = min(max_rows, config.learner.minibatch_rows)
-    parts = sharding.num_row_parts(mesh)
-    return Capacity(
-        # No wider than all rows there are, which still split over the devices.
-        microbatch_rows=min(
-            config.learner.microbatch_rows, math.ceil(max_rows / parts) * parts
-        ),
-        max_rows=max_rows,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
+    settings, rollout = config.learner, config.rollout
+    sharding.check_rows(
+        settings.microbatch_rows, mesh, "config.learner.microbatch_rows"
     )
+    num_groups = rollout.tasks_per_update
+    if settings.minibatch_groups:
+        num_groups = min(num_groups, settings.minibatch_groups)
+    max_steps = num_groups * rollout.group_size * config.env.max_steps
+    if settings.minibatch_rows:
+        max_steps = min(max_steps, settings.minibatch_rows)
+    capacity = Capacity(
+        microbatch_rows=settings.microbatch_rows,
+        max_steps=max_steps,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_response_tokens=rollout.max_response_tokens,
+        row_tokens=settings.row_tokens,
+        share_prompts=settings.share_prompts,
+    )
+    if settings.share_prompts and not settings.row_tokens:
+        raise UserError(
+            "config.learner.share_prompts needs rows of several steps: set "
+            f"config.learner.row_tokens, to {4 * capacity.max_step_tokens} say"
+        )
+    if 0 < settings.row_tokens < capacity.max_step_tokens:
+        raise UserError(
+            f"config.learner.row_tokens={settings.row_tokens} must be 0 (one step a "
+            "row) or hold the longest step, config.rollout.max_prompt_tokens + "
+            f"max_response_tokens={capacity.max_step_tokens}; padding is small at four "
+            "times that"
+        )
+    # No wider than all rows there are, which still split over the devices.
+    parts = sharding.num_row_parts(mesh)
+    all_rows = math.ceil(capacity.max_rows / parts) * parts
+    return capacity._replace(microbatch_rows=min(settings.microbatch_rows, all_rows))

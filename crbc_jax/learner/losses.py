@@ -1,10 +1,10 @@
 """Log-probabilities, advantages and values -> the loss of each token.
 
-Pure functions of arrays. A step of the environment is one row: one reply, its tokens
-along the last axis. How tokens and rows are averaged is not decided here but by the
-row weights of `packing.row_weights`, so that every objective is the same plain sum
+Pure functions of arrays, the response tokens of a row along the last axis. How tokens
+and steps are averaged is not decided here but by the weights of
+`packing.step_weights`, so that every objective is the same plain sum
 
-    sum over rows of  weight[row] * sum over its tokens of  mask * loss
+    sum over tokens of  weight * mask * loss
 """
 
 from typing import NamedTuple
@@ -85,6 +85,7 @@ def log_ratios(
     old_logprobs: Float[Array, "*rows tokens"],
     mask: Bool[Array, "*rows tokens"],
     ratio: str,
+    step_ids: Int[Array, "*rows tokens"] | None = None,
 ) -> Float[Array, "*rows tokens"]:
     """Log of the importance ratio that each token is weighted with; 0 where masked.
 
@@ -92,6 +93,7 @@ def log_ratios(
         ratio: "token", of each token alone (PPO as verl has it); "step", of the whole
             reply (the product over its tokens; CRBC's eq. 2); "step_mean", its
             geometric mean over the tokens (GSPO, arXiv 2507.18071, eq. 7).
+        step_ids: of the reply that a token belongs to; None: a row is one reply.
 
     Raises:
         ValueError: if `ratio` is none of these.
@@ -101,15 +103,22 @@ def log_ratios(
     log_ratio = jnp.where(mask, logprobs - old_logprobs, 0)
     if ratio == "token":
         return log_ratio
-    total = jnp.sum(log_ratio, axis=-1, keepdims=True)
+    if step_ids is None:
+        step_ids = jnp.zeros(mask.shape, jnp.int32)
+    is_same = step_ids[..., :, None] == step_ids[..., None, :]
+
+    def step_sum(values):
+        return jnp.sum(jnp.where(is_same, values[..., None, :], 0), axis=-1)
+
+    total = step_sum(log_ratio)
     if ratio == "step_mean":
-        total /= jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
+        total /= jnp.maximum(step_sum(mask), 1)
     return jnp.where(mask, total, 0)
 
 
 def clipped_surrogate(
     log_ratio: Float[Array, "*rows tokens"],
-    advantage: Float[Array, "*rows"],
+    advantage: Float[Array, "*rows #tokens"],
     mask: Bool[Array, "*rows tokens"],
     *,
     clip_low: float,
@@ -125,13 +134,12 @@ def clipped_surrogate(
 
     Args:
         log_ratio: from `log_ratios`.
-        advantage: one scalar a step; it meets tokens here and nowhere before.
+        advantage: of the step that a token belongs to.
         mask: True at the response tokens that the policy sampled.
         dual_clip: above 1.
     """
     clamped = jnp.clip(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     ratio = jnp.exp(clamped)
-    advantage = advantage[..., None]
     free = -advantage * ratio
     clipped = -advantage * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     pessimistic = jnp.maximum(free, clipped)

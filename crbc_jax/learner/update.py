@@ -1,8 +1,8 @@
 """The reinforcement-learning update: state and mini-batches in, state and scalars out.
 
-loss = sum over rows of  pg_weight * sum over tokens of clipped surrogate
-                       + kl_weight * sum over tokens of (kl_coef * k3
-                                                         - entropy_coef * entropy)
+loss = sum over response tokens of  pg_weight * clipped surrogate
+                                    + kl_weight * (kl_coef * KL form
+                                                   - entropy_coef * entropy)
 """
 
 import dataclasses
@@ -35,6 +35,7 @@ class LossOptions:
     dual_clip: float
     ratio: str  # See `losses.log_ratios`.
     kl_coef: float  # 0 needs no reference, and computes none.
+    kl_form: str  # See `losses.kl_penalty`.
     entropy_coef: float
     temperature: float  # Of sampling; probabilities are compared at it.
 
@@ -199,7 +200,9 @@ def _objective(
     )
     current = jax.lax.stop_gradient(logprobs)
     old = current if old_logprobs is None else old_logprobs
-    log_ratio = losses.log_ratios(logprobs, old, mask, options.ratio)
+    log_ratio = losses.log_ratios(
+        logprobs, old, mask, options.ratio, batch.rows.step_ids
+    )
     surrogate = losses.clipped_surrogate(
         log_ratio,
         batch.advantage,
@@ -210,7 +213,7 @@ def _objective(
     )
 
     def weighted(weight, values):
-        return jnp.sum(weight[:, None] * jnp.where(mask, values, 0))
+        return jnp.sum(weight * jnp.where(mask, values, 0))
 
     def token_sum(values):
         return jnp.sum(jnp.where(mask, values, 0))
@@ -221,7 +224,8 @@ def _objective(
         anchor, _ = gradient.response_logprobs(
             decoder_config, reference, batch.rows, options.temperature, mesh
         )
-        penalty = losses.kl_penalty(logprobs, jax.lax.stop_gradient(anchor))
+        anchor = jax.lax.stop_gradient(anchor)
+        penalty = losses.kl_penalty(logprobs, anchor, options.kl_form)
         loss += options.kl_coef * weighted(batch.kl_weight, penalty)
         means["reference_kl"] = token_sum(penalty)
     if options.entropy_coef:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from crbc_jax.learner import gradient, losses, sharding
-from crbc_jax.learner.packing import Rows, fill_rows, split_rows
+from crbc_jax.learner.rows import Rows, Segment, fill_rows, split_rows
 from crbc_jax.models.config import DecoderConfig
 from crbc_jax.types import TrainState, UserError
 
@@ -83,11 +83,13 @@ class BatchMaker:
         ]
         prompt_length, response_length = self._lengths
         rows = fill_rows(
-            [d.prompt_ids for d in chosen],
-            replies,
+            [
+                [Segment(d.prompt_ids, [reply])]
+                for d, reply in zip(chosen, replies, strict=True)
+            ],
             num_rows=self.batch_rows,
-            prompt_length=prompt_length,
-            response_length=response_length,
+            length=prompt_length + response_length,
+            num_responses=response_length,
         )
         return split_rows(rows, self.batch_rows // self.microbatch_rows)
 

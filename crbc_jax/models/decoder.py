@@ -21,13 +21,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from crbc_jax.models import attention
 from crbc_jax.models.config import DecoderConfig
 
-_MASKED = -1e30  # Finite, so that a row that sees nothing stays a number.
 # So few layers run a fifth faster unrolled, and compile no slower.
 _UNROLLED_LAYERS = 4
+# What of a layer is kept for its gradient, by name; "none": all.
+_REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+REMAT = ("none", *_REMAT_POLICIES)
 _DRAWN = ("kernel", "embedding")  # Parameters that start at random.
 
 
@@ -65,20 +72,19 @@ class Attention(nnx.Module):
         self.key = linear(hidden, keys, use_bias=config.qkv_bias)
         self.value = linear(hidden, keys, use_bias=config.qkv_bias)
         self.out = linear(queries, hidden, use_bias=config.out_bias)
-        self.heads_shape = (
-            config.num_kv_heads,
-            config.num_heads // config.num_kv_heads,
-            config.head_dim,
-        )
+        self.head_dim = config.head_dim
 
-    def __call__(self, x, rotation, mask, layer, cache):
-        """Returns the output, and the cache with this layer's new slots written."""
-        kv_heads, _, head_dim = self.heads_shape
-        rows, length, _ = mask.shape
-        query = self.query(x).reshape(rows, length, *self.heads_shape)
-        key = self.key(x).reshape(rows, length, kv_heads, head_dim)
-        value = self.value(x).reshape(rows, length, kv_heads, head_dim)
-        query = _rotate(query, rotation[:, :, None, None])
+    def __call__(self, x, rotation, attend, layer, cache):
+        """Returns the output, and the cache with this layer's new slots written.
+
+        Args:
+            attend: (query, key, value) -> what is gathered.
+        """
+        heads_shape = (*rotation.shape[:2], -1, self.head_dim)
+        query = self.query(x).reshape(heads_shape)
+        key = self.key(x).reshape(heads_shape)
+        value = self.value(x).reshape(heads_shape)
+        query = _rotate(query, rotation[:, :, None])
         key = _rotate(key, rotation[:, :, None])
         if cache is not None:
             start = (layer, 0, cache.length, 0, 0)
@@ -86,13 +92,8 @@ class Attention(nnx.Module):
             values = jax.lax.dynamic_update_slice(cache.values, value[None], start)
             cache = cache._replace(keys=keys, values=values)
             key, value = keys[layer], values[layer]
-        scores = jnp.einsum(
-            "btkgd,bskd->bkgts", query, key, preferred_element_type=jnp.float32
-        )
-        scores = jnp.where(mask[:, None, None], scores * head_dim**-0.5, _MASKED)
-        weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-        mixed = jnp.einsum("bkgts,bskd->btkgd", weights, value)
-        return self.out(mixed.reshape(rows * length, -1)), cache
+        mixed = attend(query, key, value)
+        return self.out(mixed.reshape(x.shape[0], -1)), cache
 
 
 class MLP(nnx.Module):
@@ -118,9 +119,9 @@ class Layer(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x, rotation, mask, layer, cache):
+    def __call__(self, x, rotation, attend, layer, cache):
         mixed, cache = self.attention(
-            self.attention_norm(x), rotation, mask, layer, cache
+            self.attention_norm(x), rotation, attend, layer, cache
         )
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), cache
@@ -144,17 +145,29 @@ class Decoder(nnx.Module):
                 config.hidden_size, config.vocab_size, use_bias=False, rngs=rngs
             )
 
-    def __call__(self, tokens, positions, segment_ids, cache):
-        mask, cache = _visible(segment_ids, cache)
+    def __call__(self, tokens, positions, segment_ids, cache, branch_ids, remat, mesh):
+        sizes = tokens.shape[1], self.config.num_kv_heads, self.config.head_dim
+        is_plain = cache is None and branch_ids is None
+        if is_plain and attention.can_splash(mesh, *sizes):
+            attend = functools.partial(
+                attention.splash, segment_ids=segment_ids, mesh=mesh
+            )
+        else:
+            mask, cache = _visible(segment_ids, cache, branch_ids)
+            attend = functools.partial(attention.attend, mask=mask)
         rotation = _rotation(self.config, positions)
         graph, stacked = nnx.split(self.layers)
 
         def run_layer(carry, inputs):
             x, cache = carry
             layer, params = inputs
-            x, cache = nnx.merge(graph, params)(x, rotation, mask, layer, cache)
+            x, cache = nnx.merge(graph, params)(x, rotation, attend, layer, cache)
             return (x, cache), None
 
+        if remat != "none":
+            run_layer = jax.checkpoint(
+                run_layer, policy=_REMAT_POLICIES[remat], prevent_cse=False
+            )
         numbers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
         # nnx.Embed would cast to the dtype that its parameters had at first.
         x = self.embed.embedding[...][tokens.reshape(-1)]
@@ -215,6 +228,10 @@ def forward(
     positions: Int[Array, "rows length"],
     segment_ids: Int[Array, "rows length"],
     cache: Cache | None = None,
+    *,
+    branch_ids: Int[Array, "rows length"] | None = None,
+    remat: str = "none",
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "rows length hidden"], Cache | None]:
     """Runs the decoder up to the states that `unembed` turns into logits.
 
@@ -230,12 +247,17 @@ def forward(
         segment_ids: sequences of a row differ in theirs.
         cache: if given, the tokens are appended to it; the caller sees to it that the
             slots suffice.
+        branch_ids: without a cache: tokens of a segment see those of its branch 0 and
+            of their own; None: a segment has but one.
+        remat: what the layers compute again for their gradient, instead of keeping
+            it: "none", "dots" (all but matrix products with weights) or "full" (all).
+        mesh: on a TPU's, sequences without cache and branches run splash attention.
 
     Returns:
         The normed hidden states, and the cache with the tokens in it (None without).
     """
     model = _merge(config, params)
-    return model(tokens, positions, segment_ids, cache)
+    return model(tokens, positions, segment_ids, cache, branch_ids, remat, mesh)
 
 
 def unembed(
@@ -279,7 +301,7 @@ def _merge(config: DecoderConfig, params: dict[str, Any]) -> Decoder:
     return nnx.merge(graph, state)
 
 
-def _visible(segment_ids, cache):
+def _visible(segment_ids, cache, branch_ids):
     """Returns mask [rows, length, slots], True = seen, and the cache with segments."""
     length = segment_ids.shape[1]
     slots = jnp.arange(length, dtype=jnp.int32)
@@ -295,6 +317,9 @@ def _visible(segment_ids, cache):
         slots = jnp.arange(seen_segments.shape[1], dtype=jnp.int32)
     is_before = slots[None, :] <= query_slots[:, None]
     is_same = segment_ids[:, :, None] == seen_segments[:, None, :]
+    if branch_ids is not None:
+        seen = branch_ids[:, None, :]
+        is_same &= (seen == 0) | (seen == branch_ids[:, :, None])
     return is_before & is_same & (segment_ids != 0)[:, :, None], cache
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from crbc_jax.learner import losses
-from crbc_jax.learner.packing import row_weights
+from crbc_jax.learner.packing import step_weights
 
 GOLDEN = pathlib.Path(__file__).parents[3] / "shared/golden"
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
@@ -36,7 +36,7 @@ def load(name):
 def test_policy_loss_and_gradient_equal_golden(name, aggregation):
     inputs, outputs, tolerance = load(name)
     mask = inputs["response_mask"] > 0
-    weights = row_weights(
+    weights = step_weights(
         aggregation,
         np.asarray(mask.sum(1)),
         np.arange(len(mask)),
@@ -46,7 +46,7 @@ def test_policy_loss_and_gradient_equal_golden(name, aggregation):
     def policy_loss(logprobs):
         surrogate = losses.clipped_surrogate(
             losses.log_ratios(logprobs, inputs["old_log_prob"], mask, "token"),
-            inputs["advantages"][:, 0],
+            inputs["advantages"][:, :1],
             mask,
             clip_low=0.2,
             clip_high=0.2,
@@ -91,7 +91,7 @@ def test_scalar_advantage_lands_on_each_steps_own_tokens():
     """A4: the positions with a loss are the response positions, for every step."""
     mask = jnp.arange(12) >= 12 - jnp.array([1, 5, 9])[:, None]
     loss = losses.clipped_surrogate(
-        jnp.zeros((3, 12)), jnp.full(3, 2.0), mask, **CLIPS
+        jnp.zeros((3, 12)), jnp.full((3, 1), 2.0), mask, **CLIPS
     ).loss
     np.testing.assert_array_equal(loss, np.where(mask, -2.0, 0))
 
@@ -118,7 +118,7 @@ def test_absurd_log_ratio_stays_finite_and_is_counted():
 
     for advantage in (1.0, -1.0):
         (value, surrogate), gradient = jax.value_and_grad(loss, has_aux=True)(
-            log_ratio, jnp.array([advantage])
+            log_ratio, jnp.array([[advantage]])
         )
         assert np.isfinite(value) and np.isfinite(gradient).all()
         np.testing.assert_array_equal(surrogate.is_clamped, [[True, True, False]])
@@ -142,7 +142,7 @@ def test_absurd_log_ratio_stays_finite_and_is_counted():
 def test_clips_by_hand(ratio, advantage, loss, flag):
     surrogate = losses.clipped_surrogate(
         jnp.log(jnp.array([[ratio]])),
-        jnp.array([advantage]),
+        jnp.array([[advantage]]),
         jnp.ones((1, 1), bool),
         **CLIPS,
     )

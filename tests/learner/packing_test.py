@@ -3,10 +3,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from crbc_jax.learner.packing import Capacity, pack, row_weights
+from crbc_jax.learner.packing import Capacity, pack, step_weights
 
 CAPACITY = Capacity(
-    microbatch_rows=4, max_rows=64, max_prompt_tokens=9, max_response_tokens=4
+    microbatch_rows=4, max_steps=64, max_prompt_tokens=9, max_response_tokens=4
 )
 
 
@@ -30,7 +30,7 @@ def rows_of(minibatch):
     return {
         name: value.reshape(-1, *value.shape[2:])
         for name, value in tree
-        if name not in ("rows", "num_microbatches")
+        if name not in ("rows", "branch_ids", "num_microbatches")
     }
 
 
@@ -60,7 +60,7 @@ def test_tokens_are_exactly_those_served(make_groups):
         np.testing.assert_array_equal(
             rows["sampled_logprobs"][index][mask], step.logprobs
         )
-        assert rows["advantage"][index] == advantages[index]
+        assert (rows["advantage"][index][mask] == advantages[index]).all()
     padded = slice(9, None)
     assert not rows["response_mask"][padded].any()
     assert not rows["segment_ids"][padded].any()
@@ -95,12 +95,12 @@ def test_aborted_trajectories_are_left_out(make_groups):
 
 def test_group_step_weights_by_hand():
     """Eq. 15: groups alike, then steps alike, then tokens of a step alike."""
-    weights = row_weights(
+    weights = step_weights(
         "group_step", np.array([1, 2, 4]), np.array([7, 7, 9]), max_tokens=4
     )
     np.testing.assert_allclose(weights, [1 / 4, 1 / 8, 1 / 8])
     with pytest.raises(ValueError, match="loss.aggregation='mean'.*group_step"):
-        row_weights("mean", np.array([1]), np.array([0]), max_tokens=1)
+        step_weights("mean", np.array([1]), np.array([0]), max_tokens=1)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,8 @@ def test_means_have_total_weight_one(aggregation, make_groups):
     for batch in batches:
         rows = rows_of(batch)
         for weight in ("pg_weight", "kl_weight"):
-            total = (rows[weight] * rows["response_mask"].sum(1)).sum()
+            assert (rows[weight][~rows["response_mask"]] == 0).all()
+            total = rows[weight].sum()
             np.testing.assert_allclose(total, 1, rtol=1e-6)
 
 
@@ -136,7 +137,7 @@ def test_degenerate_groups(choice, aggregation, make_groups):
     assert scalars["degenerate_group_share"] == 0.5
     rows = rows_of(batch)
     if choice == "drop_all":
-        assert scalars["rows"] == 4
+        assert scalars["steps"] == 4
         for name in rows:
             np.testing.assert_array_equal(rows[name][:4], live[name][:4])
         return
@@ -156,7 +157,7 @@ def test_number_of_optimiser_steps_does_not_depend_on_episode_lengths(
     """B10: whole groups a mini-batch; 1 to 50 steps a rollout."""
     lengths = np.random.default_rng(seed).integers(1, 51, size=(5, 2))
     groups = make_groups(lengths.tolist())
-    capacity = CAPACITY._replace(max_rows=200)
+    capacity = CAPACITY._replace(max_steps=200)
     batches, _ = pack(
         groups,
         ones(groups),
@@ -175,7 +176,7 @@ def test_rows_that_do_not_divide(make_groups):
     batches, _ = pack(
         groups,
         ones(groups),
-        capacity=CAPACITY._replace(microbatch_rows=24, max_rows=64),
+        capacity=CAPACITY._replace(microbatch_rows=24, max_steps=64),
         aggregation="token_mean",
         minibatch_rows=64,
     )
@@ -201,7 +202,7 @@ def test_nothing_to_train_on():
         [], np.zeros(0, np.float32), capacity=CAPACITY, aggregation="group_step"
     )
     assert [int(batch.num_microbatches) for batch in batches] == [0]
-    assert scalars["rows"] == 0
+    assert scalars["steps"] == 0
 
 
 def test_shape_errors_name_the_axes(make_groups):
@@ -241,7 +242,7 @@ def test_bad_steps_are_refused(change, message, make_groups):
     [
         ({"degenerate_groups": "drop"}, "loss.degenerate_groups='drop'.*drop_pg"),
         ({"minibatch_groups": 1, "minibatch_rows": 2}, "minibatch_rows=2: give one"),
-        ({"capacity": CAPACITY._replace(max_rows=2)}, "4 rows.*2"),
+        ({"capacity": CAPACITY._replace(max_steps=2)}, "4 steps.*for 2"),
     ],
 )
 def test_bad_options_are_refused(options, message, make_groups):
@@ -263,3 +264,80 @@ def test_advantages_must_be_finite(advantage, make_groups):
             capacity=CAPACITY,
             aggregation="token_mean",
         )
+
+
+SHARED = CAPACITY._replace(row_tokens=52, microbatch_rows=2)
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("aggregation", ["token_mean", "group_step"])
+def test_steps_in_shared_rows_are_those_in_rows_of_their_own(
+    share, aggregation, make_groups
+):
+    """Every token with the same prompt, position, log-probability and weights."""
+    groups = make_groups([[7, 9, 3], [5, 2]])
+    twin = dataclasses.replace(groups[0][2], steps=groups[0][0].steps[:3])
+    groups[0] = (*groups[0][:2], twin)  # Their prompts are equal.
+    advantages = np.random.default_rng(0).normal(size=26).astype(np.float32)
+
+    def steps_with(capacity):
+        (batch,), scalars = pack(
+            groups, advantages, capacity=capacity, aggregation=aggregation
+        )
+        rows, found = rows_of(batch), []
+        branch_ids = batch.rows.branch_ids
+        for row in range(len(rows["tokens"])):
+            mask = rows["response_mask"][row]
+            for number in np.unique(rows["step_ids"][row][mask]):
+                slots = np.flatnonzero(mask & (rows["step_ids"][row] == number))
+                ends = rows["response_index"][row][
+                    slots[1:]
+                ]  # All tokens but the last.
+                prompt_end = rows["response_index"][row][slots[0]]
+                segment = (
+                    rows["segment_ids"][row] == rows["segment_ids"][row][prompt_end]
+                )
+                is_prompt = segment & (np.arange(len(segment)) <= prompt_end)
+                if branch_ids is not None:
+                    branches = branch_ids.reshape(rows["tokens"].shape)[row]
+                    is_prompt = segment & (branches == 0)
+                context = np.concatenate([np.flatnonzero(is_prompt), ends])
+                np.testing.assert_array_equal(
+                    rows["positions"][row][context], np.arange(len(context))
+                )
+                found.append(
+                    tuple(rows["tokens"][row][context])
+                    + tuple(
+                        tuple(rows[name][row][slots])
+                        for name in (
+                            "response_ids",
+                            "sampled_logprobs",
+                            "advantage",
+                            "pg_weight",
+                            "kl_weight",
+                        )
+                    )
+                )
+        return sorted(found, key=str), scalars
+
+    alone, _ = steps_with(CAPACITY)
+    shared, scalars = steps_with(SHARED._replace(share_prompts=share))
+    assert len(alone) == 26 and shared == alone
+    assert scalars["padding_share"] < 0.2
+    assert (scalars["shared_share"] > 0.05) == share
+
+
+def test_shared_rows_need_fewer_slots_in_few_shapes(make_groups):
+    shapes, padding = set(), []
+    for seed in range(20):
+        groups = make_groups([[40, 60], [22, 50]], seed=seed)
+        (batch,), scalars = pack(
+            groups,
+            ones(groups),
+            capacity=SHARED._replace(max_steps=200),
+            aggregation="token_mean",
+        )
+        shapes.add(batch.rows.tokens.shape + batch.rows.response_ids.shape)
+        padding.append(scalars["padding_share"])
+    assert len(shapes) <= 3
+    assert max(padding) < 0.1

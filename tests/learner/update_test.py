@@ -1,5 +1,6 @@
 """The whole objective against a float64 oracle, and what must not change it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -17,6 +18,7 @@ OPTIONS = LossOptions(
     dual_clip=3.0,
     ratio="token",
     kl_coef=0.1,
+    kl_form="k3",
     entropy_coef=0.05,
     temperature=0.7,
 )
@@ -26,6 +28,7 @@ PLAIN = LossOptions(
     dual_clip=3.0,
     ratio="token",
     kl_coef=0.0,
+    kl_form="k3",
     entropy_coef=0.0,
     temperature=1.0,
 )
@@ -34,9 +37,18 @@ ADAM = gradient.make_optimizer(3e-4, 0.01, 1.0)
 LENGTHS = [[3, 5], [7, 2], [1, 1]]  # Steps of the rollouts of each group: 19 in all.
 
 
-def pack_rows(groups, advantages, microbatch_rows=8, **options):
-    """All shapes are the same but for `microbatch_rows`: each one is a compilation."""
-    capacity = packing.Capacity(microbatch_rows, 32, 8, 4)
+def pack_rows(
+    groups,
+    advantages,
+    microbatch_rows=8,
+    row_tokens=0,
+    share_prompts=False,
+    **options,
+):
+    """All shapes are the same but for these sizes: each one is a compilation."""
+    capacity = packing.Capacity(
+        microbatch_rows, 32, 8, 4, row_tokens=row_tokens, share_prompts=share_prompts
+    )
     options = {"aggregation": "group_step"} | options
     batches, _ = packing.pack(groups, advantages, capacity=capacity, **options)
     return batches
@@ -96,22 +108,22 @@ def oracle(logits_of, params, reference, old_logprobs, batch, options):
 
     new, anchor = log_softmax(params), log_softmax(reference)
     loss = 0.0
-    for index in np.ndindex(batch.advantage.shape):
-        rows = packing.Rows(*(leaf[index] for leaf in batch.rows))
+    for index in np.ndindex(batch.advantage.shape[:2]):
+        rows = jax.tree.map(lambda leaf, i=index: leaf[i], batch.rows)
         for slot in np.flatnonzero(rows.response_mask):
             at = (*index, rows.response_index[slot])
             token = rows.response_ids[slot]
             log_p = new[at][token]
             ratio = np.exp(log_p - np.float64(old_logprobs[index][slot]))
-            advantage = np.float64(batch.advantage[index])
+            advantage = np.float64(batch.advantage[index][slot])
             bounded = np.clip(ratio, 1 - options.clip_low, 1 + options.clip_high)
             surrogate = -min(advantage * ratio, advantage * bounded)
             if advantage < 0:
                 surrogate = min(surrogate, -advantage * options.dual_clip)
             d = anchor[at][token] - log_p
             entropy = -(np.exp(new[at]) * new[at]).sum()
-            loss += np.float64(batch.pg_weight[index]) * surrogate
-            loss += np.float64(batch.kl_weight[index]) * (
+            loss += np.float64(batch.pg_weight[index][slot]) * surrogate
+            loss += np.float64(batch.kl_weight[index][slot]) * (
                 options.kl_coef * (np.exp(d) - d - 1) - options.entropy_coef * entropy
             )
     return loss
@@ -213,6 +225,26 @@ def test_microbatch_size_changes_nothing(microbatch_rows, params, step_on, expec
     assert scalars["policy_kl"] == 0
 
 
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_packing_changes_nothing(share_prompts, params, step_on, expected):
+    """Several steps a row, on two devices, with equal prompts laid once."""
+    groups, advantages, *_ = expected
+    first, second = groups[0]
+    twin = dataclasses.replace(second, steps=(*second.steps[:2], *first.steps))
+    groups = [(first, twin), *groups[1:]]
+    options = dataclasses.replace(PLAIN, ratio="step")
+
+    def train(num_devices, **capacity):
+        (batch,) = pack_rows(groups, advantages, **capacity)
+        init, step = step_on(options, num_devices=num_devices)
+        return step(init(params), batch, batch.sampled_logprobs)
+
+    alone = train(1)
+    packed = train(2, row_tokens=48, share_prompts=share_prompts)
+    assert_same_step(*packed, *alone)
+    assert alone[1]["ratio_max"] > 1.01
+
+
 @pytest.mark.parametrize(
     "sizes",
     [{"data": 8}, {"fsdp": 8, "data": 1}, {"data": 2, "fsdp": 4}, {"tensor": 2}],
@@ -243,7 +275,7 @@ def test_nonfinite_steps_leave_the_state_bit_equal(
         embedding[:] = np.nan
         params = params | {"embed": {"embedding": embedding}}
     else:
-        batch.advantage[0, 3] = np.inf
+        batch.advantage[0, 3, 0] = np.inf
     before = jax.device_get(init(params))
     state, scalars = step(init(params), batch, None)
     assert scalars["nonfinite"] == 1
@@ -360,7 +392,7 @@ def test_no_further_step_after_a_nonfinite_one(params, step_on, make_groups):
     groups = make_groups([[4], [4], [4]])
     advantages = np.ones(12, np.float32)
     batches = pack_rows(groups, advantages, minibatch_groups=1)
-    batches[1].advantage[0, 0] = np.nan
+    batches[1].advantage[0, 0, 0] = np.nan
     init, step = step_on(OPTIONS, SGD)
     state, scalars = run_update(
         lambda state, batch, old: step(state, batch, on_device(old)),
