@@ -122,10 +122,14 @@ def default_config() -> ConfigDict:
     config.learner.old_logprobs = "recomputed"  # Or "sampled" (the engine's).
     config.learner.minibatch_groups = 0  # Groups an optimiser step; 0: all.
     config.learner.minibatch_rows = 0  # Environment steps an optimiser step; 0: off.
+    config.learner.num_epochs = 1  # Times that an update goes through its steps.
     config.learner.microbatch_rows = 64  # Rows at once on all devices together.
     config.learner.row_tokens = 0  # Slots of a row that several steps share; 0: one
     # step a row. Padding is small from four times the longest step on.
     config.learner.share_prompts = False  # Equal prompts of a group once a row.
+    config.learner.compute_dtype = "float32"  # Of forward and backward pass.
+    config.learner.moment_dtype = "float32"  # Of Adam's first moment.
+    config.learner.remat = "none"  # "dots", "full": less memory, layers run twice.
 
     config.mesh = ConfigDict()
     config.mesh.data = -1  # Devices along each axis; -1: all that remain.

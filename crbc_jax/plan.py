@@ -11,9 +11,11 @@ from ml_collections import ConfigDict
 from crbc_jax import envs
 from crbc_jax.advantages import ANNOTATED, WITHOUT_GROUP, make_estimator
 from crbc_jax.envs.base import digest_lines
+from crbc_jax.learner.gradient import DTYPES
 from crbc_jax.learner.losses import KL_FORMS, OLD_LOGPROBS, RATIOS
 from crbc_jax.learner.packing import AGGREGATIONS, DEGENERATE_GROUPS
 from crbc_jax.models.config import count_params, load_config
+from crbc_jax.models.decoder import REMAT
 from crbc_jax.rollout import ENGINES
 from crbc_jax.rollout.actions import PARSERS
 from crbc_jax.rollout.templates import PROMPTS
@@ -147,8 +149,8 @@ _BOUNDS = (
         lambda value: value >= 1,
         "env.max_steps env.num_train_tasks env.num_eval_tasks rollout.tasks_per_update "
         "rollout.max_prompt_tokens rollout.max_response_tokens learner.microbatch_rows "
-        "warm_start.batch_rows warm_start.num_tasks evaluate.every checkpoint.every "
-        "checkpoint.keep_last",
+        "learner.num_epochs warm_start.batch_rows warm_start.num_tasks evaluate.every "
+        "checkpoint.every checkpoint.keep_last",
     ),
     (
         "must be 0 or more",
@@ -188,6 +190,9 @@ _CHOICES = {
     "loss.aggregation": AGGREGATIONS,
     "loss.degenerate_groups": DEGENERATE_GROUPS,
     "learner.old_logprobs": OLD_LOGPROBS,
+    "learner.compute_dtype": DTYPES,
+    "learner.moment_dtype": DTYPES,
+    "learner.remat": REMAT,
 }
 
 

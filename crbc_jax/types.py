@@ -105,5 +105,6 @@ class TrainState(NamedTuple):
 
     params: Any
     opt_state: Any
-    reference: Any | None  # Frozen parameters of the KL term; None without one.
+    # What trains, as it was at first, for the KL term; None without one.
+    reference: Any | None
     step: Int[Array, ""]  # Optimiser steps so far.

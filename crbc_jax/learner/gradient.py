@@ -1,5 +1,6 @@
 """What every kind of training step shares: forward pass, accumulation, optimiser."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from crbc_jax.learner import sharding
+from crbc_jax.learner import sharding, trainable
 from crbc_jax.learner.logprobs import token_logprobs
 from crbc_jax.learner.rows import Rows
 from crbc_jax.models.config import DecoderConfig
@@ -22,13 +23,37 @@ from crbc_jax.types import TrainState
 Objective = Callable[[Any, Any], tuple[Float[Array, ""], tuple[Any, Any]]]
 
 
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How the decoder is run for a training step; changes rounding alone."""
+
+    dtype: str = "float32"  # Parameters are cast to it for each pass.
+    remat: str = "none"  # See `models.decoder.forward`.
+
+
+DEFAULT_COMPUTE = Compute()
+
+
 def make_optimizer(
-    learning_rate: float, weight_decay: float, max_grad_norm: float
+    learning_rate: float,
+    weight_decay: float,
+    max_grad_norm: float,
+    moment_dtype: str = "float32",
 ) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) at a constant rate, after clipping the global norm."""
+    """AdamW (arXiv 1711.05101) at a constant rate, after clipping the global norm.
+
+    Args:
+        moment_dtype: of the first moment. The second is always as the parameters: in
+            bfloat16 its decay of a thousandth a step would be rounded away.
+    """
     return optax.chain(
         optax.clip_by_global_norm(max_grad_norm),
-        optax.adamw(learning_rate, weight_decay=weight_decay),
+        optax.adamw(
+            learning_rate, weight_decay=weight_decay, mu_dtype=jnp.dtype(moment_dtype)
+        ),
     )
 
 
@@ -39,12 +64,17 @@ def abstract_state(
     *,
     keep_reference: bool,
 ) -> TrainState:
-    """Shapes, dtypes and shardings of the state; makes no arrays, compiles nothing."""
+    """Shapes, dtypes and shardings of the state; makes no arrays, compiles nothing.
+
+    The reference is a copy of the trainable parameters alone: of adapters, next to
+    nothing, and fresh ones are the frozen model itself.
+    """
     params = jax.eval_shape(lambda: init_params(decoder_config, 0))
+    trained, _ = trainable.split(params)
     state = TrainState(
         params=params,
-        opt_state=jax.eval_shape(optimizer.init, params),
-        reference=params if keep_reference else None,
+        opt_state=jax.eval_shape(optimizer.init, trained),
+        reference=trained if keep_reference else None,
         step=jax.ShapeDtypeStruct((), jnp.int32),
     )
     return jax.tree.map(
@@ -68,10 +98,11 @@ def make_init(
 
     @functools.partial(jax.jit, out_shardings=shardings)
     def init(params):
+        trained, _ = trainable.split(params)
         return TrainState(
             params=jax.tree.map(jnp.copy, params),
-            opt_state=optimizer.init(params),
-            reference=jax.tree.map(jnp.copy, params) if keep_reference else None,
+            opt_state=optimizer.init(trained),
+            reference=jax.tree.map(jnp.copy, trained) if keep_reference else None,
             step=jnp.zeros((), jnp.int32),
         )
 
@@ -84,12 +115,14 @@ def response_logprobs(
     rows: Rows,
     temperature: float,
     mesh: Mesh,
+    compute: Compute = DEFAULT_COMPUTE,
 ) -> tuple[Float[Array, "rows responses"], Float[Array, "rows responses"]]:
     """Log-probability of each response token and the entropy there, at `temperature`.
 
     Only states that predict a response token are turned into logits: most tokens are
     prompt, and the vocabulary is the widest axis of all. Masked entries mean nothing.
     """
+    params = jax.tree.map(lambda leaf: leaf.astype(compute.dtype), params)
     hidden, _ = forward(
         decoder_config,
         params,
@@ -97,6 +130,7 @@ def response_logprobs(
         rows.positions,
         rows.segment_ids,
         branch_ids=rows.branch_ids,
+        remat=compute.remat,
         mesh=mesh,
     )
     hidden = jnp.take_along_axis(hidden, rows.response_index[..., None], axis=1)
@@ -117,6 +151,7 @@ def accumulate(
     The number is traced, hence one compilation for all of them.
 
     Args:
+        params: those to differentiate by; None among them is skipped.
         microbatches: tree of arrays [microbatches, ...].
 
     Returns:
@@ -160,15 +195,19 @@ def apply_gradient(
 
     The state then comes back bit for bit, so that a run can stop at its last good one.
 
+    Args:
+        gradient: of the trainable parameters; see trainable.py.
+
     Returns:
         The state, and `grad_norm` (before clipping), `nonfinite` and `skipped` (1 or
         0; skipped counts the unwanted ones alone).
     """
     grad_norm = optax.tree.norm(gradient)
     is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
-    updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+    params, frozen = trainable.split(state.params)
+    updates, opt_state = optimizer.update(gradient, state.opt_state, params)
     stepped = state._replace(
-        params=optax.apply_updates(state.params, updates),
+        params=trainable.merge(optax.apply_updates(params, updates), frozen),
         opt_state=opt_state,
         step=state.step + 1,
     )

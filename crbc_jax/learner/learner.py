@@ -70,19 +70,22 @@ def make_learner(
         entropy_coef=config.loss.entropy_coef,
         temperature=config.rollout.temperature,
     )
+    compute = gradient.Compute(settings.compute_dtype, settings.remat)
     optimizer = gradient.make_optimizer(
-        settings.learning_rate, settings.weight_decay, settings.max_grad_norm
+        settings.learning_rate,
+        settings.weight_decay,
+        settings.max_grad_norm,
+        settings.moment_dtype,
     )
-    plain = gradient.abstract_state(
-        decoder_config, optimizer, mesh, keep_reference=False
+    plain, abstract = (
+        gradient.abstract_state(decoder_config, optimizer, mesh, keep_reference=keep)
+        for keep in (False, options.kl_coef > 0)
     )
     init_plain = init_state = gradient.make_init(optimizer, plain)
-    abstract = plain
     if options.kl_coef:
-        abstract = plain._replace(reference=plain.params)
         init_state = gradient.make_init(optimizer, abstract)
     return Learner(
-        warm_start=_bind_warm_start(config, decoder_config, mesh, init_plain),
+        warm_start=_bind_warm_start(config, decoder_config, mesh, compute, init_plain),
         init_state=init_state,
         abstract_state=abstract,
         pack=functools.partial(
@@ -95,14 +98,15 @@ def make_learner(
         ),
         update=functools.partial(
             updates.run_update,
-            updates.make_update(decoder_config, options, optimizer, mesh),
-            updates.make_score(decoder_config, options.temperature, mesh),
+            updates.make_update(decoder_config, options, optimizer, mesh, compute),
+            updates.make_score(decoder_config, options.temperature, mesh, compute),
             old_logprobs=settings.old_logprobs,
+            num_epochs=settings.num_epochs,
         ),
     )
 
 
-def _bind_warm_start(config, decoder_config, mesh, init_plain):
+def _bind_warm_start(config, decoder_config, mesh, compute, init_plain):
     """The stage as one function; shares the compiled `init_plain` with the update."""
     settings = config.warm_start
     microbatch_rows = min(settings.batch_rows, config.learner.microbatch_rows)
@@ -110,6 +114,7 @@ def _bind_warm_start(config, decoder_config, mesh, init_plain):
         settings.learning_rate,
         config.learner.weight_decay,
         config.learner.max_grad_norm,
+        config.learner.moment_dtype,
     )
     if settings.steps + settings.noise_steps:
         sharding.check_rows(microbatch_rows, mesh, "config.warm_start.batch_rows")
@@ -122,7 +127,7 @@ def _bind_warm_start(config, decoder_config, mesh, init_plain):
             seed=config.seed,
         )
         state = run_warm_start(
-            make_warm_start_step(decoder_config, optimizer, mesh),
+            make_warm_start_step(decoder_config, optimizer, mesh, compute),
             make_batch,
             init_plain(params),
             steps=settings.steps,

@@ -27,6 +27,11 @@ _RULES = (
     (r"(query|key|value|gate|up)/kernel$", P(None, "fsdp", "tensor")),
     (r"(query|key|value|gate|up)/bias$", P(None, "tensor")),
     (r"(out|down)/kernel$", P(None, "tensor", "fsdp")),
+    # Low-rank adapters: as their kernel, but the rank stays whole.
+    (r"(query|key|value|gate|up)/lora_a$", P(None, "fsdp", None)),
+    (r"(query|key|value|gate|up)/lora_b$", P(None, None, "tensor")),
+    (r"(out|down)/lora_a$", P(None, "tensor", None)),
+    (r"(out|down)/lora_b$", P(None, None, "fsdp")),
 )
 
 

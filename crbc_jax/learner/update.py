@@ -18,8 +18,9 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from crbc_jax.learner import gradient, losses, sharding
+from crbc_jax.learner import gradient, losses, sharding, trainable
 from crbc_jax.learner.packing import MiniBatch
+from crbc_jax.learner.rows import Rows
 from crbc_jax.models.config import DecoderConfig
 from crbc_jax.types import TrainState
 
@@ -45,6 +46,7 @@ def make_update(
     options: LossOptions,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
+    compute: gradient.Compute = gradient.DEFAULT_COMPUTE,
 ) -> Callable[
     [TrainState, MiniBatch, Array | np.ndarray | None],
     tuple[TrainState, dict[str, Array]],
@@ -57,6 +59,13 @@ def make_update(
     """
     abstract = gradient.abstract_state(
         decoder_config, optimizer, mesh, keep_reference=options.kl_coef > 0
+    )
+    score = functools.partial(
+        gradient.response_logprobs,
+        decoder_config,
+        temperature=options.temperature,
+        mesh=mesh,
+        compute=compute,
     )
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     by_rows = sharding.microbatch_sharding(mesh)
@@ -75,14 +84,18 @@ def make_update(
         donate_argnames="state",
     )
     def update(state, batch, old_logprobs):
+        params, frozen = trainable.split(state.params)
+        reference = None
+        if options.kl_coef:
+            reference = trainable.merge(state.reference, frozen)
+
         def objective(params, microbatch):
-            return _objective(
-                decoder_config, options, mesh, params, state.reference, *microbatch
-            )
+            params = trainable.merge(params, frozen)
+            return _objective(options, score, params, reference, *microbatch)
 
         grads, loss, (means, totals), maxima = gradient.accumulate(
             objective,
-            state.params,
+            params,
             (batch._replace(num_microbatches=None), old_logprobs),
             batch.num_microbatches,
             mesh,
@@ -101,7 +114,10 @@ def make_update(
 
 
 def make_score(
-    decoder_config: DecoderConfig, temperature: float, mesh: Mesh
+    decoder_config: DecoderConfig,
+    temperature: float,
+    mesh: Mesh,
+    compute: gradient.Compute = gradient.DEFAULT_COMPUTE,
 ) -> Callable[[Any, MiniBatch], Float[Array, "microbatches rows responses"]]:
     """Returns the jitted function (params, mini-batch) -> log-probabilities."""
     by_rows = sharding.microbatch_sharding(mesh)
@@ -114,7 +130,7 @@ def make_score(
                 batch.rows,
             )
             logprobs, _ = gradient.response_logprobs(
-                decoder_config, params, rows, temperature, mesh
+                decoder_config, params, rows, temperature, mesh, compute
             )
             return jax.lax.dynamic_update_index_in_dim(scores, logprobs, index, 0)
 
@@ -131,6 +147,7 @@ def run_update(
     minibatches: Sequence[MiniBatch],
     *,
     old_logprobs: str,
+    num_epochs: int = 1,
 ) -> tuple[TrainState, Scalars]:
     """Takes one optimiser step a mini-batch, all against the same old policy.
 
@@ -139,7 +156,8 @@ def run_update(
         state: donated.
         minibatches: of one update, in order.
         old_logprobs: "sampled", the engine's; or "recomputed", by the parameters that
-            come in: with a single mini-batch these are the current ones.
+            come in: with a single optimiser step these are the current ones.
+        num_epochs: times that the mini-batches are gone through.
 
     Returns:
         The state, and scalars: means over the optimiser steps, but maxima and totals
@@ -149,12 +167,12 @@ def run_update(
     """
     if old_logprobs == "sampled":
         olds = [batch.sampled_logprobs for batch in minibatches]
-    elif len(minibatches) == 1:
+    elif len(minibatches) * num_epochs == 1:
         olds = [None]
     else:
         olds = [score(state.params, batch) for batch in minibatches]
     history = []
-    for batch, old in zip(minibatches, olds, strict=True):
+    for batch, old in list(zip(minibatches, olds, strict=True)) * num_epochs:
         state, scalars = step(state, batch, old)
         history.append({k: float(v) for k, v in jax.device_get(scalars).items()})
         if history[-1]["nonfinite"]:
@@ -185,9 +203,8 @@ _COMBINE = {
 
 
 def _objective(
-    decoder_config: DecoderConfig,
     options: LossOptions,
-    mesh: Mesh,
+    score: Callable[[Any, Rows], tuple[Array, Array]],
     params: Any,
     reference: Any | None,
     batch: MiniBatch,
@@ -195,9 +212,7 @@ def _objective(
 ):
     """One micro-batch's share of the loss, (token sums, totals), and maxima."""
     mask = batch.rows.response_mask
-    logprobs, entropy = gradient.response_logprobs(
-        decoder_config, params, batch.rows, options.temperature, mesh
-    )
+    logprobs, entropy = score(params, batch.rows)
     current = jax.lax.stop_gradient(logprobs)
     old = current if old_logprobs is None else old_logprobs
     log_ratio = losses.log_ratios(
@@ -221,9 +236,7 @@ def _objective(
     loss = pg_loss = weighted(batch.pg_weight, surrogate.loss)
     means = {}
     if options.kl_coef:
-        anchor, _ = gradient.response_logprobs(
-            decoder_config, reference, batch.rows, options.temperature, mesh
-        )
+        anchor, _ = score(reference, batch.rows)
         anchor = jax.lax.stop_gradient(anchor)
         penalty = losses.kl_penalty(logprobs, anchor, options.kl_form)
         loss += options.kl_coef * weighted(batch.kl_weight, penalty)

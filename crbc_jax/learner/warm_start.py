@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from crbc_jax.learner import gradient, losses, sharding
+from crbc_jax.learner import gradient, losses, sharding, trainable
 from crbc_jax.learner.rows import Rows, Segment, fill_rows, split_rows
 from crbc_jax.models.config import DecoderConfig
 from crbc_jax.types import TrainState, UserError
@@ -98,6 +98,7 @@ def make_warm_start_step(
     decoder_config: DecoderConfig,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
+    compute: gradient.Compute = gradient.DEFAULT_COMPUTE,
 ) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, Array]]]:
     """Returns the jitted step (state, rows) -> (state, scalars).
 
@@ -118,16 +119,19 @@ def make_warm_start_step(
     def step(state, rows):
         num_microbatches, rows_each = rows.tokens.shape[:2]
 
+        params, frozen = trainable.split(state.params)
+
         def objective(params, microbatch):
+            params = trainable.merge(params, frozen)
             logprobs, _ = gradient.response_logprobs(
-                decoder_config, params, microbatch, temperature=1.0, mesh=mesh
+                decoder_config, params, microbatch, 1.0, mesh, compute
             )
             row_means = jax.vmap(losses.masked_mean)(logprobs, microbatch.response_mask)
             loss = -jnp.sum(row_means) / (num_microbatches * rows_each)
             return loss, ({}, {})
 
         grads, loss, _, _ = gradient.accumulate(
-            objective, state.params, rows, jnp.int32(num_microbatches), mesh
+            objective, params, rows, jnp.int32(num_microbatches), mesh
         )
         state, scalars = gradient.apply_gradient(optimizer, state, grads, loss, True)
         return state, {"loss": loss} | scalars

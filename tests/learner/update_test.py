@@ -403,3 +403,61 @@ def test_no_further_step_after_a_nonfinite_one(params, step_on, make_groups):
     )
     assert scalars["nonfinite"] == 1
     assert state.step == 1
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_changes_nothing(remat, decoder_config, params, expected):
+    groups, advantages, *state_and_scalars = expected
+    (batch,) = pack_rows(groups, advantages)
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    step = make_update(decoder_config, PLAIN, ADAM, mesh, gradient.Compute(remat=remat))
+    abstract = gradient.abstract_state(decoder_config, ADAM, mesh, keep_reference=False)
+    init = gradient.make_init(ADAM, abstract)
+    assert_same_step(*step(init(params), batch, None), *state_and_scalars)
+
+
+def test_bfloat16_computes_nearly_the_same(decoder_config, params, expected):
+    """And parameters, moments and the sums over micro-batches stay float32."""
+    groups, advantages, state, scalars = expected
+    (batch,) = pack_rows(groups, advantages)
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    compute = gradient.Compute(dtype="bfloat16")
+    step = make_update(decoder_config, PLAIN, ADAM, mesh, compute)
+    abstract = gradient.abstract_state(decoder_config, ADAM, mesh, keep_reference=False)
+    rounded, found = step(gradient.make_init(ADAM, abstract)(params), batch, None)
+    # A product keeps eight bits; losses of a fresh model hardly depend on them.
+    np.testing.assert_allclose(found["grad_norm"], scalars["grad_norm"], rtol=0.02)
+    np.testing.assert_allclose(found["entropy"], scalars["entropy"], rtol=1e-3)
+    assert found["ratio_max"] == 1
+    for leaf, other in zip(*map(jax.tree.leaves, (rounded, state)), strict=True):
+        assert leaf.dtype == other.dtype
+    moments, exact = (s.opt_state[1][0].mu for s in (rounded, state))
+    difference, size = (
+        float(optax.tree.norm(tree)) for tree in (moved(moments, exact), exact)
+    )
+    assert 0 < difference < 0.02 * size
+
+
+def test_epochs_share_the_old_policy_of_the_first(params, step_on, make_groups):
+    groups = make_groups([[3, 5]])
+    (batch,) = pack_rows(groups, np.linspace(-1, 1, 8, dtype=np.float32))
+    init, step = step_on(OPTIONS, SGD)
+    seen, scored = [], on_device(batch.sampled_logprobs)
+
+    def spy(state, batch, old):
+        assert old is scored
+        state, scalars = step(state, batch, old)
+        seen.append(scalars)
+        return state, scalars
+
+    state, combined = run_update(
+        spy,
+        lambda params, batch: scored,
+        init(params),
+        [batch],
+        old_logprobs="recomputed",
+        num_epochs=3,
+    )
+    assert state.step == 3 and len(seen) == 3
+    assert combined["logprob_difference"] == float(seen[0]["logprob_difference"])
+    assert float(seen[2]["policy_kl"]) != float(seen[0]["policy_kl"])
