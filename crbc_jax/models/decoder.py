@@ -29,12 +29,14 @@ from crbc_jax.models.config import DecoderConfig
 
 # So few layers run a fifth faster unrolled, and compile no slower.
 _UNROLLED_LAYERS = 4
-# What of a layer is kept for its gradient, by name; "none": all.
+# What a scanned layer keeps for its gradient. To compute the rest anew costs less than
+# to write it into the scan's stacks and read it back, even where memory is no concern.
 _REMAT_POLICIES = {
+    "none": jax.checkpoint_policies.dots_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-REMAT = ("none", *_REMAT_POLICIES)
+REMAT = tuple(_REMAT_POLICIES)
 _DRAWN = ("kernel", "embedding")  # Parameters that start at random.
 
 
@@ -164,7 +166,8 @@ class Decoder(nnx.Module):
             x, cache = nnx.merge(graph, params)(x, rotation, attend, layer, cache)
             return (x, cache), None
 
-        if remat != "none":
+        is_unrolled = self.config.num_layers <= _UNROLLED_LAYERS
+        if cache is None and (remat != "none" or not is_unrolled):
             run_layer = jax.checkpoint(
                 run_layer, policy=_REMAT_POLICIES[remat], prevent_cse=False
             )
@@ -175,7 +178,7 @@ class Decoder(nnx.Module):
             run_layer,
             (x, cache),
             (numbers, stacked),
-            unroll=self.config.num_layers <= _UNROLLED_LAYERS,
+            unroll=is_unrolled,
         )
         if cache is not None:
             cache = cache._replace(length=cache.length + tokens.shape[1])
@@ -250,7 +253,8 @@ def forward(
         branch_ids: without a cache: tokens of a segment see those of its branch 0 and
             of their own; None: a segment has but one.
         remat: what the layers compute again for their gradient, instead of keeping
-            it: "none", "dots" (all but matrix products with weights) or "full" (all).
+            it: "none" (no matrix product), "dots" (those of attention, too) or "full"
+            (everything).
         mesh: on a TPU's, sequences without cache and branches run splash attention.
 
     Returns:
