@@ -42,6 +42,9 @@ class Learner(NamedTuple):
     ]
     # One optimiser step a mini-batch; the state that goes in is gone afterwards.
     update: Callable[[TrainState, Sequence[MiniBatch]], tuple[TrainState, Scalars]]
+    # The jitted optimiser step that `update` takes, to be compiled ahead of time: state,
+    # mini-batch and old log-probabilities; see `updates.make_update`.
+    step: Callable[..., tuple[TrainState, dict[str, Any]]]
 
 
 def make_learner(
@@ -84,6 +87,7 @@ def make_learner(
     init_plain = init_state = gradient.make_init(optimizer, plain)
     if options.kl_coef:
         init_state = gradient.make_init(optimizer, abstract)
+    step = updates.make_update(decoder_config, options, optimizer, mesh, compute)
     return Learner(
         warm_start=_bind_warm_start(config, decoder_config, mesh, compute, init_plain),
         init_state=init_state,
@@ -98,11 +102,12 @@ def make_learner(
         ),
         update=functools.partial(
             updates.run_update,
-            updates.make_update(decoder_config, options, optimizer, mesh, compute),
+            step,
             updates.make_score(decoder_config, options.temperature, mesh, compute),
             old_logprobs=settings.old_logprobs,
             num_epochs=settings.num_epochs,
         ),
+        step=step,
     )
 
 
