@@ -42,8 +42,8 @@ class Learner(NamedTuple):
     ]
     # One optimiser step a mini-batch; the state that goes in is gone afterwards.
     update: Callable[[TrainState, Sequence[MiniBatch]], tuple[TrainState, Scalars]]
-    # The jitted optimiser step that `update` takes, to be compiled ahead of time: state,
-    # mini-batch and old log-probabilities; see `updates.make_update`.
+    # The optimiser step that `update` takes, jitted (see `updates.make_update`): for
+    # compiling ahead of time.
     step: Callable[..., tuple[TrainState, dict[str, Any]]]
 
 

@@ -57,6 +57,9 @@ def token_logprobs(
 
     def local(hidden, kernel, token_ids):
         if hidden_axis is not None:
+            # The barrier keeps the sum of its gradient where it is: XLA for TPU fails
+            # to move it out of the loop over micro-batches (a RET_CHECK, jax 0.10.2).
+            kernel = jax.lax.optimization_barrier(kernel)
             kernel = jax.lax.all_gather(kernel, hidden_axis, axis=1 - vocab, tiled=True)
         if mesh.size > 1:
             # Else every chunk would sum its gradient of the head over the devices.
