@@ -32,6 +32,14 @@ def default_config() -> ConfigDict:
     config.env.sokoban.num_boxes = 1
     config.env.sokoban.min_moves = 2  # Shortest solution of a generated level, at
     config.env.sokoban.max_moves = 9  # least and at most, in steps.
+    config.env.webshop = ConfigDict()
+    config.env.webshop.data_dir = "generated"  # Or a folder of WebShop's own files.
+    config.env.webshop.size = "small"  # "all": 1.18 million products.
+    config.env.webshop.goals = "synthetic"  # Or "human".
+    config.env.webshop.observation = "text"  # Or "text_rich".
+    config.env.webshop.seed = 42  # Of prices and price limits.
+    config.env.webshop.shuffle_seed = 233  # Of the order of goals, so of the splits.
+    config.env.webshop.num_products = 200  # Of a generated catalogue.
 
     config.model = ConfigDict()
     config.model.directory = "preset:sokoban_tiny"  # Or a Hugging Face directory.
@@ -152,4 +160,28 @@ def default_config() -> ConfigDict:
     config.checkpoint = ConfigDict()
     config.checkpoint.every = 10  # Updates; also at each evaluation.
     config.checkpoint.keep_last = 2  # Besides the best by held-out success.
+    return config
+
+
+def published_config(model: str) -> ConfigDict:
+    """Returns what the published runs of CRBC share (arXiv 2609.35082, table 5).
+
+    Args:
+        model: "1.5b" or "7b", of Qwen2.5-Instruct.
+    """
+    config = default_config()
+    name = {"1.5b": "Qwen2.5-1.5B-Instruct", "7b": "Qwen2.5-7B-Instruct"}[model]
+    config.model.directory = f"models/{name}"
+    config.rollout.history_length = 2
+    config.rollout.max_response_tokens = 512
+    config.loss.kl_coef = 0.01
+    config.loss.entropy_coef = 0.001
+    config.learner.num_updates = 150
+    config.learner.learning_rate = 1e-6
+    config.learner.minibatch_rows = {"1.5b": 256, "7b": 64}[model]
+    config.learner.microbatch_rows = {"1.5b": 32, "7b": 16}[model]
+    config.learner.compute_dtype = "bfloat16"
+    config.learner.remat = "full"
+    config.mesh.data, config.mesh.fsdp = 1, -1
+    config.evaluate.every = 5
     return config

@@ -10,18 +10,29 @@ from ml_collections import ConfigDict
 
 from crbc_jax import envs
 from crbc_jax.advantages import ANNOTATED, WITHOUT_GROUP, make_estimator
-from crbc_jax.envs.base import digest_lines
+from crbc_jax.envs.base import TaskSet, digest_lines
 from crbc_jax.learner.gradient import DTYPES
 from crbc_jax.learner.losses import KL_FORMS, OLD_LOGPROBS, RATIOS
 from crbc_jax.learner.packing import AGGREGATIONS, DEGENERATE_GROUPS
-from crbc_jax.models.config import count_params, load_config
+from crbc_jax.models.config import (
+    PRESET_PREFIX,
+    DecoderConfig,
+    count_params,
+    load_config,
+    preset_names,
+)
 from crbc_jax.models.decoder import REMAT
 from crbc_jax.rollout import ENGINES
 from crbc_jax.rollout.actions import PARSERS
 from crbc_jax.rollout.templates import PROMPTS
 from crbc_jax.types import UserError
 
-_QUICKSTART = "python experiments/run.py --config=configs/quickstart.py"
+# What runs on any machine, by environment.
+_SMALL = {
+    "alfworld": "configs/alfworld.py:small --config.env.alfworld.data_dir=FOLDER",
+    "webshop": "configs/webshop.py:small",
+    "sokoban": "configs/quickstart.py",
+}
 _FLOAT_BYTES = 4
 
 
@@ -49,7 +60,9 @@ class Plan:
         rows = {
             "model": f"{self.model}, {self.num_params:,} parameters",
             "tasks": f"{self.train_tasks:,} to train, {self.eval_tasks:,} held out "
-            f"(digest {self.digest[:12]})",
+            f"(digest {self.digest[:12]})"
+            if self.digest
+            else "no data",
             "an update": f"at most {self.max_steps_per_update:,} environment steps, "
             f"{self.max_tokens_per_update:,} tokens",
             "updates": f"{self.num_updates:,}",
@@ -66,18 +79,20 @@ def make_plan(config: ConfigDict, workdir: pathlib.Path) -> Plan:
     Reads the model's config.json and lists the tasks; touches no accelerator.
 
     Raises:
-        ConfigError: naming the field, its value, and what to write instead.
+        ConfigError: naming the field, its value, and what to write instead; and with
+            the plan, if the machine lacks model, data or memory.
     """
     _check_settings(config)
     _check_writable(workdir)
-    model = load_config(config.model.directory)
-    options = env_options(config.env)
-    name = config.env.name
+    missing = []
+    model = _read_model(config.model.directory, missing)
+    options, name = env_options(config.env), config.env.name
     try:
         train = envs.tasks(name, "train", count=config.env.num_train_tasks, **options)
         held_out = envs.tasks(name, "eval", count=config.env.num_eval_tasks, **options)
     except ValueError as error:  # Of the environment, which names its own field.
-        raise ConfigError(f"config.env: {error}") from error
+        missing.append(f"config.env: {error}")
+        train = held_out = TaskSet((), "")
 
     rollout = config.rollout
     episodes = rollout.tasks_per_update * rollout.group_size
@@ -86,12 +101,17 @@ def make_plan(config: ConfigDict, workdir: pathlib.Path) -> Plan:
     num_params = count_params(model)
     memory = _memory_bytes(config, model, num_params, tokens_a_step) / 2**30
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if memory > available:
+        missing.append(
+            f"config.model.directory={config.model.directory!r} needs about "
+            f"{memory:.1f} GiB and this machine has {available:.1f} GiB"
+        )
     plan = Plan(
         model=config.model.directory,
         num_params=num_params,
         train_tasks=len(train.ids),
         eval_tasks=len(held_out.ids),
-        digest=digest_lines([train.digest, held_out.digest]),
+        digest=train.digest and digest_lines([train.digest, held_out.digest]),
         max_steps_per_update=steps,
         max_tokens_per_update=steps * tokens_a_step,
         num_updates=config.learner.num_updates,
@@ -99,13 +119,30 @@ def make_plan(config: ConfigDict, workdir: pathlib.Path) -> Plan:
         available_gib=available,
         workdir=workdir,
     )
-    if memory > available:
+    if missing:
+        what = "\n".join(f"- {text}" for text in missing)
         raise ConfigError(
-            f"{plan}\nconfig.model.directory={config.model.directory!r} needs about "
-            f"{memory:.1f} GiB and this machine has {available:.1f} GiB; "
-            f"what runs here: {_QUICKSTART}"
+            f"this run cannot begin here.\n{plan}\nWhat is missing:\n{what}\n"
+            f"What runs here: python experiments/run.py --config={_SMALL[name]}"
         )
     return plan
+
+
+def _read_model(directory: str, missing: list[str]) -> DecoderConfig:
+    """Reads its shape, of a model that is not there the known one."""
+    name = pathlib.PurePath(directory).name
+    if "-VL-" in name:
+        raise ConfigError(
+            f"config.model.directory={directory!r}: models that see pictures cannot be "
+            "run yet; what can be is the board as text, --config=configs/sokoban.py"
+        )
+    if pathlib.Path(directory).expanduser().is_dir() or name not in preset_names():
+        return load_config(directory)
+    missing.append(
+        f"config.model.directory={directory!r}: no such directory; to get it: "
+        f"hf download Qwen/{name} --local-dir {directory}"
+    )
+    return load_config(f"{PRESET_PREFIX}{name}")
 
 
 def env_options(env: ConfigDict) -> dict:

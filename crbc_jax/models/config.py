@@ -9,7 +9,7 @@ from typing import Any
 from crbc_jax.types import UserError
 
 _PRESETS = pathlib.Path(__file__).parent / "presets"
-_PRESET_PREFIX = "preset:"
+PRESET_PREFIX = "preset:"
 
 # Fields of which the decoder must know the value.
 _REQUIRED = (
@@ -85,6 +85,11 @@ class DecoderConfig:
     max_positions: int
 
 
+def preset_names() -> list[str]:
+    """Returns the model shapes that come with the package."""
+    return sorted(path.name for path in _PRESETS.iterdir() if path.is_dir())
+
+
 def resolve_directory(directory: str) -> pathlib.Path:
     """Finds the folder that `config.model.directory` names.
 
@@ -96,10 +101,10 @@ def resolve_directory(directory: str) -> pathlib.Path:
         UserError: if there is no such preset, folder, or config.json in it.
     """
     field = f"config.model.directory={directory!r}"
-    presets = sorted(path.name for path in _PRESETS.iterdir() if path.is_dir())
-    known = f"use one of {[_PRESET_PREFIX + name for name in presets]} or a path"
-    if directory.startswith(_PRESET_PREFIX):
-        name = directory.removeprefix(_PRESET_PREFIX)
+    presets = preset_names()
+    known = f"use one of {[PRESET_PREFIX + name for name in presets]} or a path"
+    if directory.startswith(PRESET_PREFIX):
+        name = directory.removeprefix(PRESET_PREFIX)
         if name not in presets:
             raise UserError(f"{field}: no such preset; {known}")
         return _PRESETS / name
@@ -125,6 +130,18 @@ def load_config(directory: str) -> DecoderConfig:
             f"config.model.directory={directory!r}: {path} is not JSON ({error})"
         ) from error
     return parse_config(fields, str(path))
+
+
+def load_shape(directory: str) -> DecoderConfig:
+    """As `load_config`; of a published model that is not there, the known shape.
+
+    Raises:
+        UserError: as `load_config`.
+    """
+    path = pathlib.Path(directory)
+    if not path.expanduser().is_dir() and path.name in preset_names():
+        directory = f"{PRESET_PREFIX}{path.name}"
+    return load_config(directory)
 
 
 def parse_config(fields: Mapping[str, Any], source: str) -> DecoderConfig:

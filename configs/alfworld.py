@@ -1,0 +1,46 @@
+"""ALFWorld: household tasks of up to 50 steps.
+
+    python experiments/run.py --config=configs/alfworld.py --workdir=runs/alfworld
+
+Variants, after a colon: `1.5b` (default) and `7b` are the published settings of CRBC
+(arXiv 2609.35082) with Qwen2.5; `small` is a policy of 1M parameters, trained from
+nothing in minutes on two CPU cores. Games: `--config.env.alfworld.data_dir=FOLDER`.
+"""
+
+from crbc_jax.config import default_config, published_config
+
+VARIANTS = ("1.5b", "7b", "small")
+
+
+def get_config(variant: str = "1.5b"):
+    if variant not in VARIANTS:
+        raise ValueError(
+            f"configs/alfworld.py has no variant {variant!r}; known: {VARIANTS}"
+        )
+    config = default_config() if variant == "small" else published_config(variant)
+    config.env.name = "alfworld"
+    config.env.num_workers = 2 if variant == "small" else 16
+    config.env.max_steps = 50
+    config.env.num_train_tasks = 4096  # All 3,553.
+    config.env.num_eval_tasks = 128
+    config.rollout.prompt = "alfworld"
+    config.rollout.max_prompt_tokens = 2048
+    config.advantage.graphgpo.discount = 0.1
+    if variant == "small":
+        config.env.max_steps = 20
+        config.env.num_eval_tasks = 32
+        config.model.directory = "preset:text_tiny"
+        config.rollout.prompt = "alfworld_compact"
+        config.rollout.history_length = 1
+        config.rollout.max_prompt_tokens = 1024
+        config.rollout.max_response_tokens = 32
+        config.rollout.tasks_per_update = 4
+        config.warm_start.steps = 150
+        config.warm_start.batch_rows = 16
+        config.warm_start.learning_rate = 2e-3
+        config.warm_start.num_tasks = 256
+        config.learner.num_updates = 4
+        config.learner.learning_rate = 1e-4
+        config.learner.microbatch_rows = 16
+        config.evaluate.every = 4
+    return config
