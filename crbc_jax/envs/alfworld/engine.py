@@ -26,12 +26,13 @@ def make_engine(*, cached: bool) -> Any:
     try:
         import textworld
         from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
-        from textworld.envs.pddl import PddlEnv
+        from textworld.envs.pddl import PddlEnv, textgen
     except ImportError as error:
         raise ValueError(
             f"ALFWorld's engine cannot be loaded ({error}): "
             "pip install -e '.[alfworld]'"
         ) from error
+    textgen.EvalSymbol.derive = _derive
     if cached:
         use_caches()
     infos = textworld.EnvInfos(won=True, admissible_commands=True)
@@ -54,7 +55,6 @@ def use_caches() -> None:
     textgen.deepcopy = _copy_symbols
     textgen.copy_context = _copy_context
     textgen.Symbol.copy = _copy_symbol
-    textgen.EvalSymbol.derive = _derive
     fast_downward.pddl2sas = functools.lru_cache(maxsize=2 * _MAX_GAMES)(
         fast_downward.pddl2sas
     )
