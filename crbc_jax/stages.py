@@ -282,9 +282,10 @@ class Credit:
                 diagnostics.count(batch, beta),
             )
 
-        if any(name in WHOLE_BATCH for name in bases):
-            devices = devices[:1]
-        self._assign = over_groups(assign, devices)
+        is_whole = any(name in WHOLE_BATCH for name in bases)
+        self.devices = devices[:1] if is_whole else devices
+        # TransitionBatch -> what `assign` returns; jitted.
+        self.program = over_groups(assign, self.devices)
 
     def __call__(
         self, groups: Sequence[Group]
@@ -294,7 +295,7 @@ class Credit:
         Steps are those of the trajectories that were not aborted, in order.
         """
         batch, order = build_batch(columns_of(groups))
-        advantages, closure, counts = jax.device_get(self._assign(batch))
+        advantages, closure, counts = jax.device_get(self.program(batch))
         advantages = order.unpad(advantages)
         columns = {
             name: order.unpad(getattr(closure, name))

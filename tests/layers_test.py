@@ -31,8 +31,9 @@ ARROWS = {
     "figures": {"types"},
     "report": {"figures", "metrics", "types"},
     "workdir": {"checkpoint", "evaluate", "trajectories", "types"},
-    "stages": None,  # May import all, as may the loop over them.
+    "stages": None,  # May import all, as may the loop over them,
     "train": None,
+    "ahead_of_time": None,  # and what compiles their programs for elsewhere.
     "__init__": {"credit"},
 }
 
