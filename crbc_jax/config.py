@@ -26,6 +26,13 @@ def default_config() -> ConfigDict:
     config.env.alfworld.eval_folder = "valid_seen"  # Or valid_unseen.
     config.env.alfworld.task_types = "all"  # Or some, as "Pick,Look".
     config.env.alfworld.cached = True  # Cache what the engine computes anew each step.
+    config.env.appworld = ConfigDict()
+    config.env.appworld.python = ""  # Interpreter that has the package appworld.
+    config.env.appworld.root = ""  # AppWorld's root directory, with the folder data.
+    config.env.appworld.train_set = "train"  # Or dev, test_normal, test_challenge.
+    config.env.appworld.eval_set = "dev"
+    config.env.appworld.start_timeout = 60.0  # Seconds for a server to answer.
+    config.env.appworld.call_timeout = 100.0  # Seconds that the agent's code may take.
     config.env.sokoban = ConfigDict()
     config.env.sokoban.levels = "generated"  # Or a Boxoban file or folder of them.
     config.env.sokoban.size = 6  # Cells a side, walls included (generated levels).

@@ -27,11 +27,10 @@ from crbc_jax.rollout.actions import PARSERS
 from crbc_jax.rollout.templates import PROMPTS
 from crbc_jax.types import UserError
 
-# What runs on any machine, by environment.
+# What runs on any machine, by environment; the quick start for the others.
 _SMALL = {
     "alfworld": "configs/alfworld.py:small --config.env.alfworld.data_dir=FOLDER",
     "webshop": "configs/webshop.py:small",
-    "sokoban": "configs/quickstart.py",
 }
 _FLOAT_BYTES = 4
 
@@ -120,10 +119,11 @@ def make_plan(config: ConfigDict, workdir: pathlib.Path) -> Plan:
         workdir=workdir,
     )
     if missing:
+        small = _SMALL.get(name, "configs/quickstart.py")
         what = "\n".join(f"- {text}" for text in missing)
         raise ConfigError(
             f"this run cannot begin here.\n{plan}\nWhat is missing:\n{what}\n"
-            f"What runs here: python experiments/run.py --config={_SMALL[name]}"
+            f"What runs here: python experiments/run.py --config={small}"
         )
     return plan
 

@@ -27,6 +27,7 @@ _NUM_TASKS = flags.DEFINE_integer("tasks", 256, "Held-out tasks to play.", 1)
 # Packages that each environment needs, and the share of tasks that its expert solves.
 _PACKAGES = {
     "alfworld": ("gymnasium", "alfworld", "textworld", "pyyaml"),
+    "appworld": ("gymnasium",),
     "sokoban": ("gymnasium", "numpy"),
     "webshop": ("gymnasium", "numpy", "rapidfuzz"),
 }

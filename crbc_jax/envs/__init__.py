@@ -25,6 +25,7 @@ __all__ = [
 # Name -> module, loaded where it is used; base.py says what such a module offers.
 ENVIRONMENTS = {
     "alfworld": "crbc_jax.envs.alfworld",
+    "appworld": "crbc_jax.envs.appworld",
     "sokoban": "crbc_jax.envs.sokoban",
     "webshop": "crbc_jax.envs.webshop",
 }

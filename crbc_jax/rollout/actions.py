@@ -12,7 +12,7 @@ CODES = (
     "ok",
     "not_admissible",  # A well-formed action that the environment did not execute.
     "many_tags",  # Pairs with different actions. The last one is executed.
-    "no_tag",  # No complete <action>..</action> after the reasoning.
+    "no_tag",  # No complete <action>..</action>, or <code>, after the reasoning.
     "open_think",  # <think> that is never closed.
     "empty",  # Nothing between the tags.
     "no_think",  # <think> or </think> is missing; only the published rules ask for it.
@@ -21,13 +21,14 @@ CODES = (
 _FORMAT_IS_RIGHT = ("ok", "not_admissible")
 
 _ACTION = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL)
+_CODE = re.compile(r"<code>((?:(?!<code>).)*?)</code>", re.DOTALL)
 _CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 
 class ParsedAction(NamedTuple):
     """What a reply asks for."""
 
-    action: str  # Lower case, to be executed as it is; "" if none could be read.
+    action: str  # To be executed as it is; "" if none could be read.
     code: str  # One of CODES.
 
     @property
@@ -56,6 +57,22 @@ def parse_action(reply: str) -> ParsedAction:
     if not found[-1]:
         return ParsedAction("", "empty")
     return ParsedAction(found[-1], "ok" if len(set(found)) == 1 else "many_tags")
+
+
+def parse_code(reply: str) -> ParsedAction:
+    """Reads the last complete <code> block after the reasoning, as it is written.
+
+    For environments whose actions are programs: case and line breaks count.
+    """
+    if "<think>" in reply and "</think>" not in reply.rsplit("<think>", 1)[1]:
+        return ParsedAction("", "open_think")
+    found = _CODE.findall(reply.rsplit("</think>", 1)[-1])
+    if not found:
+        return ParsedAction("", "no_tag")
+    code = found[-1].strip("\n")
+    if not code.strip():
+        return ParsedAction("", "empty")
+    return ParsedAction(code, "ok" if len(set(found)) == 1 else "many_tags")
 
 
 def parse_leniently(
@@ -91,6 +108,7 @@ def parse_leniently(
 # Rules by name: functions of a reply.
 PARSERS = {
     "strict": parse_action,
+    "code": parse_code,
     "lenient_alfworld": functools.partial(parse_leniently, tail=30),
     "lenient_sokoban": functools.partial(
         parse_leniently, words=("up", "down", "left", "right", "still")
