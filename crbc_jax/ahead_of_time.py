@@ -101,7 +101,7 @@ def chip_of(device: jax.Device) -> Chip:
     """Raises UserError if its numbers are not known here."""
     if device.device_kind not in CHIPS:
         raise UserError(
-            f"--topology: the memory and speed of {device.device_kind!r} are not known; "
+            f"--topology: memory and speed of {device.device_kind!r} are not known; "
             f"known: {sorted(CHIPS)}"
         )
     return CHIPS[device.device_kind]
@@ -236,8 +236,8 @@ def _compile(name: str, lower: Callable[[], Any], resident: int) -> Phase:
     size = compiled.memory_analysis()
     return Phase(
         name,
-        # The size of all temporaries counts some memory twice: programs compile for
-        # chips that have less than arguments and temporaries together.
+        # What the compiler compares with the chip's memory; arguments, results and
+        # temporaries together would count some twice.
         program=size.peak_memory_in_bytes + size.generated_code_size_in_bytes,
         resident=resident,
         collectives=dict(collections.Counter(_COLLECTIVE.findall(compiled.as_text()))),
