@@ -8,7 +8,7 @@ from crbc_jax.models.tokenizer import Tokenizer, load_tokenizer
 from crbc_jax.rollout.actions import parse_action
 from crbc_jax.rollout.prompts import build_prompt, encode_reply, stop_ids
 from crbc_jax.rollout.templates import PROMPTS
-from crbc_jax.rollout.templates.base import Record
+from crbc_jax.rollout.templates.base import Record, Scene
 from crbc_jax.types import INVALID_ACTION, UserError
 
 BOARD = "######\n#__O_#\n#__X_#\n#_P__#\n####_#\n######"
@@ -173,3 +173,52 @@ def test_model_without_an_end_token_is_refused(template):
         stop_ids(template, tokenizer)
     with pytest.raises(UserError, match="eos_token"):
         encode_reply(template, tokenizer, "up")
+
+
+def shop_scene(observation):
+    """Two pages into an expert's visit of the generated shop, in one of its modes."""
+    (task_id,) = envs.tasks("webshop", "train", count=1, observation=observation).ids
+    steps = envs.expert("webshop", task_id, observation=observation)
+    records = [Record(step.observation, step.action) for step in steps[:2]]
+    actions = steps[2].info["admissible_actions"]
+    return Scene(records, 2, steps[0].observation, steps[2].observation, actions)
+
+
+@pytest.mark.parametrize("observation", ["text", "text_rich"])
+def test_the_shop_s_prompt_says_the_wish_once_and_every_page(observation):
+    scene = shop_scene(observation)
+    wish = scene.first_observation.split("Instruction:")[1].split("Find me ")[1]
+    wish = "Find me " + wish.split(" [SEP]")[0].split("\n")[0]
+    for name in ("webshop", "webshop_compact"):
+        prompt = PROMPTS[name].prompt(scene)
+        assert prompt.count(wish) == 1
+        assert "Page 1" in prompt and "Description" in prompt
+        assert scene.records[1].action in prompt
+    actions = PROMPTS["webshop"].prompt(scene).split("possible actions:\n")[1]
+    assert actions.startswith("\n".join(f"'{a}'" for a in scene.admissible_actions))
+
+
+def test_the_household_s_prompt_says_task_state_and_actions():
+    first = "Welcome!\n\nYour task is to: heat some egg.\nLocation: middle of the room."
+    now = "You arrive at fridge 1. The fridge 1 is closed.\nLocation: fridge 1."
+    scene = Scene([Record(first, "go to fridge 1")], 1, first, now, ["look", "open it"])
+    prompt = PROMPTS["alfworld"].prompt(scene)
+    assert "Your task: heat some egg.\n" in prompt
+    assert f"Observation 1:\n{first}\nAction 1: go to fridge 1]" in prompt
+    assert f"step 2. You see now:\n{now}\n" in prompt
+    assert "possible actions:\n'look'\n'open it'\n" in prompt
+    compact = PROMPTS["alfworld_compact"].prompt(scene)
+    assert compact.startswith("look\nopen it\n") and compact.endswith(
+        "\nheat some egg.\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["alfworld", "alfworld_compact", "webshop_compact"])
+def test_text_of_any_kind_has_words_in_the_small_vocabulary(name):
+    tokenizer = load_tokenizer("preset:text_tiny")
+    scene = Scene([], 0, "Your task is to: x", "Ünïcode ✨ 漢字\t\x00", ["a 1"])
+    text = PROMPTS[name].prompt(scene)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    reply = encode_reply(PROMPTS[name], tokenizer, "go to fridge 12")
+    assert tokenizer.decode(reply).startswith("<action>go to fridge 12</action>")
+    assert parse_action(tokenizer.decode(reply)) == ("go to fridge 12", "ok")

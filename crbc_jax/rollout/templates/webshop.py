@@ -46,7 +46,8 @@ def _wish(scene: Scene) -> str:
 
 def _page(text: str, wish: str) -> str:
     """The page without the wish, which stands in the prompt already."""
-    return text.partition(wish)[2].removeprefix(_SEPARATOR).strip()
+    after = text.partition(wish)[2] if wish else text
+    return after.removeprefix(_SEPARATOR).strip()
 
 
 # Words for a language model, after the published layout.
