@@ -1,5 +1,6 @@
 """Programs for devices that are elsewhere: shapes, CUDA, and a TPU's compiler."""
 
+import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -38,7 +39,7 @@ def config():
 
 @pytest.fixture
 def model():
-    return load_config("preset:sokoban_tiny")
+    return dataclasses.replace(load_config("preset:sokoban_tiny"), num_layers=1)
 
 
 def run_script(*arguments, timeout=300):
@@ -77,11 +78,11 @@ def test_training_step_and_credit_lower_for_cuda(config, model):
 
 
 def test_the_phases_of_devices_that_are_here(config, model):
-    """On CPUs the same programs compile; all are one host's."""
+    """On CPUs the same programs compile; a TPU's compiler is not needed."""
     phases = {
         phase.name: phase
         for phase in ahead_of_time.compile_phases(
-            config, model, jax.devices(), jax.devices()
+            config, model, jax.devices(), jax.devices()[:2]
         )
     }
     assert list(phases) == ["training step", "publishing", "decoding", "credit"]
@@ -113,9 +114,8 @@ def test_a_published_shape_needs_no_directory():
         load_shape("models/of-somebody")
 
 
-@pytest.mark.parametrize("topology", ["cuda:", "cuda:x", "cuda:0"])
-def test_a_number_of_gpus_is_needed(topology):
-    result = run_script("--config=configs/quickstart.py", f"--topology={topology}")
+def test_a_number_of_gpus_is_needed():
+    result = run_script("--config=configs/quickstart.py", "--topology=cuda:x")
     assert result.returncode == 1
     assert "a number of GPUs is needed" in result.stderr
     assert "Traceback" not in result.stderr
