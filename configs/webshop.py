@@ -20,7 +20,7 @@ def get_config(variant: str = "1.5b"):
         )
     config = default_config() if variant == "small" else published_config(variant)
     config.env.name = "webshop"
-    config.env.num_workers = 2
+    config.env.num_workers = 0  # One catalogue for all; a session costs nothing.
     config.env.max_steps = 15
     config.env.num_train_tasks = 10_000  # All 6,410 of the small catalogue.
     config.env.num_eval_tasks = 128
