@@ -78,8 +78,8 @@ def make_plan(config: ConfigDict, workdir: pathlib.Path) -> Plan:
     Reads the model's config.json and lists the tasks; touches no accelerator.
 
     Raises:
-        ConfigError: naming the field, its value, and what to write instead; and with
-            the plan, if the machine lacks model, data or memory.
+        ConfigError: naming the field, its value, and what to write instead; with the
+            plan and all that is missing, if the machine lacks the model or memory.
     """
     _check_settings(config)
     _check_writable(workdir)
@@ -90,6 +90,8 @@ def make_plan(config: ConfigDict, workdir: pathlib.Path) -> Plan:
         train = envs.tasks(name, "train", count=config.env.num_train_tasks, **options)
         held_out = envs.tasks(name, "eval", count=config.env.num_eval_tasks, **options)
     except ValueError as error:  # Of the environment, which names its own field.
+        if not missing:
+            raise ConfigError(f"config.env: {error}") from error
         missing.append(f"config.env: {error}")
         train = held_out = TaskSet((), "")
 

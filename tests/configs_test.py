@@ -37,7 +37,8 @@ def test_a_variant_runs_here_or_says_what_does(name, variant, tmp_path, monkeypa
         plan = make_plan(config, tmp_path / "run")
     except ConfigError as error:
         assert variant != "small" or name == "alfworld"
-        assert "configs/" in str(error)
+        remedy = "alfworld-download" if variant == "small" else "configs/"
+        assert remedy in str(error)
     else:
         assert plan.train_tasks and plan.eval_tasks
         assert variant in ("small", "full", "smoke", "hard")
