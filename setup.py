@@ -29,6 +29,7 @@ setup(
         "orbax-checkpoint>=0.11",
         "rapidfuzz>=3",
         "rich",
+        "safetensors>=0.5",
         "tensorboard>=2.19",
         "tokenizers>=0.21",
     ],

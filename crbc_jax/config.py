@@ -50,6 +50,7 @@ def default_config() -> ConfigDict:
 
     config.model = ConfigDict()
     config.model.directory = "preset:sokoban_tiny"  # Or a Hugging Face directory.
+    config.model.fresh = False  # Draw new weights, not those of the directory.
 
     config.rollout = ConfigDict()
     config.rollout.engine = "sampler"  # A row of crbc_jax.rollout.ENGINES.

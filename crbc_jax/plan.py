@@ -22,6 +22,7 @@ from crbc_jax.models.config import (
     preset_names,
 )
 from crbc_jax.models.decoder import REMAT
+from crbc_jax.models.weights import draws_weights, has_weights
 from crbc_jax.rollout import ENGINES
 from crbc_jax.rollout.actions import PARSERS
 from crbc_jax.rollout.templates import PROMPTS
@@ -84,7 +85,7 @@ def make_plan(config: ConfigDict, workdir: pathlib.Path) -> Plan:
     _check_settings(config)
     _check_writable(workdir)
     missing = []
-    model = _read_model(config.model.directory, missing)
+    model = _read_model(config.model, missing)
     options, name = env_options(config.env), config.env.name
     try:
         train = envs.tasks(name, "train", count=config.env.num_train_tasks, **options)
@@ -130,8 +131,9 @@ def make_plan(config: ConfigDict, workdir: pathlib.Path) -> Plan:
     return plan
 
 
-def _read_model(directory: str, missing: list[str]) -> DecoderConfig:
+def _read_model(settings: ConfigDict, missing: list[str]) -> DecoderConfig:
     """Reads its shape, of a model that is not there the known one."""
+    directory = settings.directory
     name = pathlib.PurePath(directory).name
     if "-VL-" in name:
         raise ConfigError(
@@ -139,7 +141,14 @@ def _read_model(directory: str, missing: list[str]) -> DecoderConfig:
             "run yet; what can be is the board as text, --config=configs/sokoban.py"
         )
     if pathlib.Path(directory).expanduser().is_dir() or name not in preset_names():
-        return load_config(directory)
+        config = load_config(directory)
+        if not draws_weights(settings) and not has_weights(directory):
+            raise ConfigError(
+                f"config.model.directory={directory!r}: it holds no weights "
+                "(model.safetensors, or parts and their index); get the whole model, "
+                "or set config.model.fresh=True to draw new ones"
+            )
+        return config
     missing.append(
         f"config.model.directory={directory!r}: no such directory; to get it: "
         f"hf download Qwen/{name} --local-dir {directory}"

@@ -16,6 +16,7 @@ from crbc_jax.learner.sharding import make_mesh
 from crbc_jax.metrics import CompileCounter, MetricsWriter, Progress
 from crbc_jax.models.decoder import init_params
 from crbc_jax.models.pretrained import load_model
+from crbc_jax.models.weights import draws_weights, import_params
 from crbc_jax.rollout.collect import check_any_played, check_replies, rollout_stats
 from crbc_jax.stages import Clock, Credit, Rollouts
 from crbc_jax.types import TrainState, UserError
@@ -142,7 +143,7 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
 
 
 def start(config, decoder_config, learner, rollouts, progress, stop) -> TrainState:
-    """Draws fresh parameters, and warms them up on demonstrations if asked to.
+    """Draws or reads parameters, and warms them up on demonstrations if asked to.
 
     Raises:
         Interrupted: if a signal came; a warm start begins anew.
@@ -160,7 +161,12 @@ def start(config, decoder_config, learner, rollouts, progress, stop) -> TrainSta
         return learner.init_state(
             saved.restore_params(0, learner.abstract_state.params)
         )
-    params = init_params(decoder_config, config.seed)
+    if draws_weights(config.model):
+        params = init_params(decoder_config, config.seed)
+    else:
+        progress.say(f"reading the weights of {config.model.directory}")
+        where = jax.tree.map(lambda x: x.sharding, learner.abstract_state.params)
+        params = import_params(config.model.directory, decoder_config, shardings=where)
     if num_steps := settings.steps + settings.noise_steps:
         progress.start("warm start", num_steps)
         params = learner.warm_start(params, rollouts.demonstrate(), on_step)

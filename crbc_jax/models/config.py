@@ -65,6 +65,20 @@ _FIXED = {
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's: low rotary frequencies are divided, high ones stay.
+
+    A frequency counts as high (low) if it turns at least `high_freq_factor` (at most
+    `low_freq_factor`) times over the `original_max_positions`; between, a mixture.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """The shape of a Qwen2 or Llama decoder; hashable, to be a static argument."""
 
@@ -77,6 +91,7 @@ class DecoderConfig:
     head_dim: int  # Even; num_heads * head_dim need not be hidden_size.
     rms_norm_eps: float
     rope_theta: float
+    rope_scaling: RopeScaling | None
     tie_embeddings: bool  # The output head is the transposed embedding.
     qkv_bias: bool
     out_bias: bool  # Of the attention's output projection.
@@ -170,6 +185,7 @@ def parse_config(fields: Mapping[str, Any], source: str) -> DecoderConfig:
     num_heads = fields["num_attention_heads"]
     is_qwen2 = model_type == "qwen2"
     attention_bias = bool(fields.get("attention_bias", False))
+    rope_theta, rope_scaling = _rope(fields, source)
     config = DecoderConfig(
         vocab_size=fields["vocab_size"],
         hidden_size=fields["hidden_size"],
@@ -179,7 +195,8 @@ def parse_config(fields: Mapping[str, Any], source: str) -> DecoderConfig:
         num_kv_heads=fields.get("num_key_value_heads") or num_heads,
         head_dim=fields.get("head_dim") or fields["hidden_size"] // num_heads,
         rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        rope_theta=_rope_theta(fields, source),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
         tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
         # Qwen2 always has biases here, whatever its file says; Llama says so.
         qkv_bias=is_qwen2 or attention_bias,
@@ -206,19 +223,29 @@ def count_params(config: DecoderConfig) -> int:
     return layers + hidden + embedding * (1 if config.tie_embeddings else 2)
 
 
-def _rope_theta(fields: Mapping[str, Any], source: str) -> float:
-    """Base of the rotary frequencies; transformers 5 moved it into a dictionary."""
-    theta = fields.get("rope_theta")
+def _rope(fields: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of the rotary frequencies; transformers 5 keeps both in one."""
+    theta, scaling = fields.get("rope_theta"), None
     for name in ("rope_parameters", "rope_scaling"):
         options = fields.get(name) or {}
         kind = options.get("rope_type", options.get("type", "default"))
-        if kind != "default":
-            raise UserError(
-                f"{source}: {name}={options!r}: rotary scaling {kind!r} is not "
-                "supported; known: ['default']"
-            )
+        try:
+            if kind == "llama3":
+                scaling = RopeScaling(
+                    factor=float(options["factor"]),
+                    low_freq_factor=float(options["low_freq_factor"]),
+                    high_freq_factor=float(options["high_freq_factor"]),
+                    original_max_positions=options["original_max_position_embeddings"],
+                )
+            elif kind != "default":
+                raise UserError(
+                    f"{source}: {name}={options!r}: rotary scaling {kind!r} is not "
+                    "supported; known: ['default', 'llama3']"
+                )
+        except KeyError as error:
+            raise UserError(f"{source}: {name}={options!r} lacks {error}") from None
         theta = options.get("rope_theta", theta)
-    return 10000.0 if theta is None else float(theta)
+    return 10000.0 if theta is None else float(theta), scaling
 
 
 def _check_fields(fields: Mapping[str, Any], source: str) -> None:

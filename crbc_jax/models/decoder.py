@@ -213,6 +213,11 @@ def init_params(config: DecoderConfig, seed: int) -> dict[str, Any]:
     return _init_params(config, seed_words(seed))
 
 
+def abstract_params(config: DecoderConfig) -> dict[str, Any]:
+    """Shapes and dtypes of the parameters; makes no arrays, compiles nothing."""
+    return nnx.to_pure_dict(_structure(config)[1])
+
+
 def init_cache(config: DecoderConfig, rows: int, slots: int, dtype: Any) -> Cache:
     """An empty cache for `rows` sequences of at most `slots` tokens."""
     shape = (config.num_layers, rows, slots, config.num_kv_heads, config.head_dim)
@@ -275,8 +280,7 @@ def unembed(
 
 @functools.partial(jax.jit, static_argnames="config")
 def _init_params(config, words):
-    shapes = nnx.to_pure_dict(_structure(config)[1])
-    paths, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    paths, tree = jax.tree_util.tree_flatten_with_path(abstract_params(config))
     drawn = [leaf.size for path, leaf in paths if path[-1].key in _DRAWN]
     # One draw for all: a draw per array takes four times as long to compile.
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
@@ -329,10 +333,21 @@ def _visible(segment_ids, cache, branch_ids):
 
 def _rotation(config: DecoderConfig, positions):
     """Cosines and sines of RoFormer (Su et al. 2021), [rows, length, head_dim]."""
-    half = np.arange(0, config.head_dim, 2) / config.head_dim
-    frequencies = np.float32(config.rope_theta**-half)
+    frequencies = np.float32(_frequencies(config))
     angles = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def _frequencies(config: DecoderConfig) -> np.ndarray:
+    """Radians a position, float64 [head_dim / 2], scaled as Llama 3's if asked to."""
+    half = np.arange(0, config.head_dim, 2) / config.head_dim
+    frequencies = config.rope_theta**-half
+    if (scaling := config.rope_scaling) is None:
+        return frequencies
+    turns = scaling.original_max_positions * frequencies / (2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
 def _rotate(x, rotation):

@@ -25,6 +25,7 @@ QWEN2 = DecoderConfig(
     head_dim=6,  # Unlike hidden_size / num_heads.
     rms_norm_eps=1e-6,
     rope_theta=100.0,
+    rope_scaling=None,
     tie_embeddings=True,
     qkv_bias=True,
     out_bias=False,
