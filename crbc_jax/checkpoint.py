@@ -132,6 +132,23 @@ class Checkpointer:
         rated = [step for step in successes if successes[step] is not None]
         return max(rated, key=lambda step: (successes[step], step), default=None)
 
+    def find(self, wanted: str) -> int:
+        """The update that `wanted` means: "best", "latest", or its number.
+
+        Raises:
+            UserError: if there is no such checkpoint; says which there are.
+        """
+        steps = self.steps()
+        if wanted.isdigit() and int(wanted) in steps:
+            return int(wanted)
+        chosen = {"best": self.best, "latest": self.latest}
+        if wanted in chosen and (step := chosen[wanted]()) is not None:
+            return step
+        raise UserError(
+            f"--checkpoint={wanted!r} is not there; use `best` (if any was evaluated), "
+            f"`latest`, or one of {steps}"
+        )
+
     def save(
         self,
         step: int,

@@ -12,11 +12,33 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from crbc_jax.checkpoint import Checkpointer, check_same_run
+from crbc_jax.config import default_config
 from crbc_jax.evaluate import EvalResult
 from crbc_jax.trajectories import read_groups, write_groups
 from crbc_jax.types import Group, TrainState, UserError
 
 _AHEAD = "ahead.jsonl.gz"  # Rollouts collected ahead of their update.
+
+
+def read_config(workdir: pathlib.Path) -> ConfigDict:
+    """The config that a run was started with.
+
+    Raises:
+        UserError: if there is no run in the workdir.
+    """
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"--workdir={str(workdir)!r} holds no run: {path} is missing; train one "
+            "with experiments/run.py, or give the workdir of one"
+        )
+    try:
+        config = ConfigDict(json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path} is not the config of a run: {error}") from error
+    if missing := sorted(set(default_config()) - set(config)):
+        raise UserError(f"{path} is not the config of a run: it lacks {missing}")
+    return config
 
 
 class Workdir:

@@ -13,8 +13,6 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from crbc_jax import command_line
-from crbc_jax.config import default_config
-from crbc_jax.types import UserError
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Workdir of a run.")
 _CHECKPOINT = flags.DEFINE_string(
@@ -26,45 +24,6 @@ _TEMPERATURE = flags.DEFINE_float(
     "Of sampling; 0 is greedy. By default config.evaluate.temperature of the run.",
     lower_bound=0.0,
 )
-
-
-def read_config(workdir: pathlib.Path) -> ConfigDict:
-    """The config that a run was started with.
-
-    Raises:
-        UserError: if there is no run in the workdir.
-    """
-    path = workdir / "config.json"
-    if not path.is_file():
-        raise UserError(
-            f"--workdir={str(workdir)!r} holds no run: {path} is missing; train one "
-            "with experiments/run.py, or give the workdir of one"
-        )
-    try:
-        config = ConfigDict(json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{path} is not the config of a run: {error}") from error
-    if missing := sorted(set(default_config()) - set(config)):
-        raise UserError(f"{path} is not the config of a run: it lacks {missing}")
-    return config
-
-
-def choose_step(checkpoints, wanted: str) -> int:
-    """The update that --checkpoint means.
-
-    Raises:
-        UserError: if there is no such checkpoint; says which there are.
-    """
-    steps = checkpoints.steps()
-    if wanted.isdigit() and int(wanted) in steps:
-        return int(wanted)
-    chosen = {"best": checkpoints.best, "latest": checkpoints.latest}
-    if wanted in chosen and (step := chosen[wanted]()) is not None:
-        return step
-    raise UserError(
-        f"--checkpoint={wanted!r} is not there; use `best` (if any was evaluated), "
-        f"`latest`, or one of {steps}"
-    )
 
 
 def play(config: ConfigDict, checkpoints, step: int):
@@ -119,13 +78,14 @@ def print_table(result, title: str) -> None:
 
 def main(_) -> None:
     workdir = pathlib.Path(_WORKDIR.value)
-    config = read_config(workdir)
-
     # Only now: this loads Orbax, which takes seconds.
     from crbc_jax.checkpoint import Checkpointer
+    from crbc_jax.workdir import read_config
+
+    config = read_config(workdir)
 
     checkpoints = Checkpointer(workdir, keep_last=1)
-    step = choose_step(checkpoints, _CHECKPOINT.value)
+    step = checkpoints.find(_CHECKPOINT.value)
     if _TEMPERATURE.value is not None:
         config.evaluate.temperature = _TEMPERATURE.value
     temperature = config.evaluate.temperature

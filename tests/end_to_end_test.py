@@ -127,6 +127,30 @@ def test_the_same_seed_gives_the_same_numbers(environment, finished, tmp_path, w
         assert path.read_bytes() == same.read_bytes()
 
 
+def test_an_exported_policy_begins_another_run(environment, finished, tmp_path):
+    model, workdir = tmp_path / "model", tmp_path / "from_export"
+    arguments = (f"--workdir={finished[0]}", f"--directory={model}")
+    result = script(environment, "export", *arguments, "--checkpoint=4")
+    assert result.returncode == 0, result.stderr
+    more = (f"--config.model.directory={model}", "--config.warm_start.steps=0")
+    result = script(
+        environment,
+        "run",
+        *TINY,
+        *more,
+        "--config.learner.num_updates=0",
+        f"--workdir={workdir}",
+    )
+    assert result.returncode == 0, result.stderr
+    held_out = [
+        rows_of(path)[-1]["eval/success_rate"] for path in (finished[0], workdir)
+    ]
+    assert held_out[0] == held_out[1]  # Equal weights, panel and seeds.
+
+    again = script(environment, "export", *arguments)
+    assert again.returncode == 1 and "exists; choose a new one" in again.stderr
+
+
 def test_another_seed_gives_other_numbers(environment, finished, tmp_path):
     workdir = tmp_path / "other"
     more = ("--config.seed=1", "--config.learner.num_updates=1")

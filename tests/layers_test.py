@@ -30,7 +30,7 @@ ARROWS = {
     "evaluate": {"envs", "rollout", "types"},
     "figures": {"types"},
     "report": {"figures", "metrics", "types"},
-    "workdir": {"checkpoint", "evaluate", "trajectories", "types"},
+    "workdir": {"checkpoint", "config", "evaluate", "trajectories", "types"},
     "stages": None,  # May import all, as may the loop over them,
     "train": None,
     "ahead_of_time": None,  # and what compiles their programs for elsewhere.

@@ -128,12 +128,14 @@ def export_model(
     config: DecoderConfig,
     source: str,
     directory: str | pathlib.Path,
+    *,
+    dtype: Any = None,
 ) -> None:
     """Writes a Hugging Face model directory, which transformers and vLLM load.
 
-    The weights are stored in the dtype of `params`; what `import_params` reads back is
-    equal to the bit. config.json, tokenizer, chat template and generation settings are
-    those of `source`. A directory of that name appears whole or not at all.
+    What `import_params` reads back is equal to the bit. config.json, tokenizer, chat
+    template and generation settings are those of `source`. A directory of that name
+    appears whole or not at all.
 
     Args:
         params: without adapters (see `lora.merge`); their shards may lie on several
@@ -141,6 +143,7 @@ def export_model(
         config: their shape; must be that of `source`.
         source: the model directory they come from, a path or "preset:NAME".
         directory: must not exist.
+        dtype: that the weights are stored in; None: that of `params`.
 
     Raises:
         UserError: if `directory` exists, or `source` is a model of another shape.
@@ -153,7 +156,7 @@ def export_model(
     fields = json.loads((source_folder / "config.json").read_text(encoding="utf-8"))
     if parse_config(fields, str(source_folder)) != config:
         raise UserError(f"source={source!r} is not a model of the parameters' shape")
-    dtype = jax.tree.leaves(params)[0].dtype
+    dtype = jax.numpy.dtype(dtype or jax.tree.leaves(params)[0].dtype)
     fields.pop("torch_dtype", None)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
@@ -165,7 +168,7 @@ def export_model(
             if (source_folder / name).is_file():
                 shutil.copy(source_folder / name, folder / name)
         _write_json(folder / "config.json", fields | {"dtype": str(dtype)})
-        _write_weights(params, folder)
+        _write_weights(params, folder, dtype)
         folder.rename(directory)
 
 
@@ -285,12 +288,13 @@ def _check_names(directory, config, files) -> None:
             raise UserError(f"{field}: the weights {problem} {names[:3]}{more}")
 
 
-def _write_weights(params, folder: pathlib.Path) -> None:
+def _write_weights(params, folder: pathlib.Path, dtype) -> None:
     leaves = _flatten(params)
+    num_bytes = {path: leaf.size * dtype.itemsize for path, leaf in leaves}
     parts: list[list] = [[]]
     for path, leaf in leaves:
-        held = sum(other.nbytes for _, other in parts[-1])
-        if parts[-1] and held + leaf.nbytes > _MAX_FILE_BYTES:
+        held = sum(num_bytes[other] for other, _ in parts[-1])
+        if parts[-1] and held + num_bytes[path] > _MAX_FILE_BYTES:
             parts.append([])
         parts[-1].append((path, leaf))
     names = [_SINGLE]
@@ -301,19 +305,19 @@ def _write_weights(params, folder: pathlib.Path) -> None:
         ]
     weight_map = {}
     for name, part in zip(names, parts, strict=True):
-        tensors = dict(_tensors(part))
+        tensors = dict(_tensors(part, dtype))
         weight_map |= dict.fromkeys(tensors, name)
         save_file(tensors, folder / name, metadata={"format": "pt"})
     if len(parts) > 1:
-        total = sum(leaf.nbytes for _, leaf in leaves)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        metadata = {"total_size": sum(num_bytes.values())}
+        index = {"metadata": metadata, "weight_map": weight_map}
         _write_json(folder / _INDEX, index)
 
 
-def _tensors(leaves) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(leaves, dtype) -> Iterator[tuple[str, np.ndarray]]:
     """Our arrays as theirs, one a layer; `leaves` are pairs of path and array."""
     for path, leaf in leaves:
-        array = np.asarray(leaf)
+        array = np.asarray(leaf).astype(dtype, copy=False)
         layers = array if _is_layered(path) else [array]
         names = _names_of(path, leaf.shape)
         for name, tensor in zip(names, layers, strict=True):
