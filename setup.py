@@ -22,6 +22,7 @@ setup(
         "gymnasium>=1.0",
         "jax>=0.10",
         "jaxtyping>=0.3",
+        "jinja2",  # Of chat templates; transformers does not ask for it.
         "matplotlib",
         "ml-collections>=1.1",
         "numpy>=2.0",
@@ -32,6 +33,7 @@ setup(
         "safetensors>=0.5",
         "tensorboard>=2.19",
         "tokenizers>=0.21",
+        "transformers>=4.51",
     ],
     extras_require={
         # Compiles a planner: needs a C++ compiler, make and cmake, about 3 minutes.

@@ -1,7 +1,9 @@
 """A model directory's tokenizer files -> text to token ids and back, exactly."""
 
 import json
-from collections.abc import Sequence
+import os
+import pathlib
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tokenizers
@@ -18,9 +20,21 @@ class Tokenizer:
         bos_id, eos_id, pad_id: None where the model has no such token.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_tokens: dict[str, str]):
-        """Wraps `backend`; `special_tokens` maps any of bos, eos, pad to its text."""
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, str],
+        as_chat: Callable[[str], str] | None = None,
+    ):
+        """Wraps `backend`.
+
+        Args:
+            special_tokens: any of bos, eos, pad -> its text.
+            as_chat: the model's chat template, if it has one: a user's message -> the
+                chat up to where the model's reply begins.
+        """
         self._backend = backend
+        self._as_chat = as_chat
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id, self.eos_id, self.pad_id = (
             self.id_of(special_tokens[name]) if name in special_tokens else None
@@ -49,6 +63,13 @@ class Tokenizer:
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Returns the text of `ids`, special tokens included."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def in_chat(self, message: str) -> str:
+        """Returns `message` as a user's, ready for the reply, by the chat template.
+
+        Models that have none get the bare text.
+        """
+        return self._as_chat(message) if self._as_chat else message
 
     def has_token(self, token: str) -> bool:
         """Whether one token reads `token`."""
@@ -81,7 +102,7 @@ def load_tokenizer(directory: str) -> Tokenizer:
             f"config.model.directory={directory!r}: {path} is missing; save the "
             "tokenizer there in the fast format"
         )
-    special_tokens = {}
+    settings, special_tokens = {}, {}
     settings_path = folder / "tokenizer_config.json"
     if settings_path.is_file():
         settings = json.loads(settings_path.read_text(encoding="utf-8"))
@@ -90,4 +111,25 @@ def load_tokenizer(directory: str) -> Tokenizer:
             if token is not None:  # Either the text, or its added-token record.
                 text = token["content"] if isinstance(token, dict) else token
                 special_tokens[name] = text
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(path)), special_tokens)
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    return Tokenizer(backend, special_tokens, _chat_template(folder, settings))
+
+
+def _chat_template(folder: pathlib.Path, settings: dict) -> Callable | None:
+    """The template as transformers renders it; None if the model has none."""
+    if "chat_template" not in settings and not any(folder.glob("chat_template*")):
+        return None
+    # Only now: it takes 2 s to load. It would warn that PyTorch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def as_chat(message: str) -> str:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+
+    return as_chat

@@ -51,7 +51,7 @@ def build_prompt(
         scene = Scene(kept, len(records), first, observation, admissible_actions or ())
         text = template.prompt(scene)
         if template.is_message:
-            text = _in_chat(tokenizer, text)
+            text = tokenizer.in_chat(text)
         ids = tokenizer.encode(text)
         if len(ids) <= max_tokens:
             return Prompt(ids, wanted - len(kept))
@@ -92,10 +92,3 @@ def stop_ids(template: Template, tokenizer: Tokenizer) -> tuple[int, ...]:
             "and this config.rollout.prompt needs one to end a reply"
         )
     return tuple(ids)
-
-
-def _in_chat(tokenizer: Tokenizer, text: str) -> str:
-    """As a user's message in ChatML; models without its tokens get the bare text."""
-    if not tokenizer.has_token("<|im_start|>"):
-        return text
-    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"

@@ -56,6 +56,24 @@ def test_special_tokens():
     assert (bare.bos_id, bare.eos_id, bare.pad_id) == (None, None, None)
 
 
+def test_a_message_is_put_into_the_models_own_chat(tmp_path):
+    text = load_tokenizer("preset:text_tiny")
+    expected = "<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+    assert text.in_chat("Go on.") == expected
+    assert SOKOBAN.in_chat("Go on.") == "Go on."  # It has no template.
+
+    # In a file of its own, as transformers 5 writes it, and with a system message.
+    preset = pathlib.Path(models.__file__).parent / "presets/sokoban_tiny"
+    shutil.copytree(preset, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(
+        "<bos>Help.{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}"
+        "{% endfor %}{% if add_generation_prompt %}[reply]{% endif %}"
+    )
+    assert load_tokenizer(str(tmp_path)).in_chat(" hi\n") == (
+        "<bos>Help.[user]hi[reply]"
+    )
+
+
 def test_files_of_two_models_are_refused(tmp_path):
     preset = pathlib.Path(models.__file__).parent / "presets/sokoban_tiny"
     shutil.copytree(preset, tmp_path, dirs_exist_ok=True)

@@ -29,7 +29,13 @@ def byte_tokenizer(chat: bool, knows_end: bool = True) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"] if chat else ["<eos>"])
     end = "<|im_end|>" if chat else "<eos>"
-    return Tokenizer(backend, {"eos": end} if knows_end else {})
+    return Tokenizer(
+        backend, {"eos": end} if knows_end else {}, chatml if chat else None
+    )
+
+
+def chatml(text: str) -> str:
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def build(template, tokenizer, records=(), history_length=2, max_tokens=4096):
