@@ -38,10 +38,12 @@ setup(
     extras_require={
         # Compiles a planner: needs a C++ compiler, make and cmake, about 3 minutes.
         "alfworld": ["alfworld==0.4.2", "pyyaml"],
+        "gguf": ["gguf>=0.17"],  # For experiments/get_model.py smollm2.
         "notebook": ["ipykernel", "nbclient", "networkx"],
         "test": [
             "alfworld==0.4.2",
             "beartype",
+            "gguf>=0.17",
             "hypothesis",
             "ipykernel",
             "nbclient",

@@ -13,7 +13,9 @@ from absl import app, flags, logging
 from crbc_jax.types import UserError
 
 
-def start(main: Callable[[Any], None], required: Sequence[str]) -> None:
+def start(
+    main: Callable[[Any], None], required: Sequence[str], *, max_arguments: int = 0
+) -> None:
     """Reads the flags and runs `main`.
 
     What a user can mend ends in one line and exit status 1, Ctrl-C in status 130.
@@ -22,6 +24,7 @@ def start(main: Callable[[Any], None], required: Sequence[str]) -> None:
         main: called with what is left of the command line.
         required: flags that must be given, each with an example of its value:
             `("config=configs/quickstart.py",)`.
+        max_arguments: that are no flags, which there may be.
     """
     script = pathlib.Path(sys.argv[0]).name
 
@@ -37,8 +40,8 @@ def start(main: Callable[[Any], None], required: Sequence[str]) -> None:
             name = example.partition("=")[0]
             if flags.FLAGS[name].value is None:
                 sys.exit(f"{script}: --{name} is missing, e.g. --{example}")
-        if len(rest) > 1:
-            sys.exit(f"{script}: not a flag: {rest[1]!r}; flags begin with --")
+        if len(rest) > 1 + max_arguments:
+            sys.exit(f"{script}: not a flag: {rest[-1]!r}; flags begin with --")
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
         return rest
