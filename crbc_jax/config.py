@@ -51,6 +51,10 @@ def default_config() -> ConfigDict:
     config.model = ConfigDict()
     config.model.directory = "preset:sokoban_tiny"  # Or a Hugging Face directory.
     config.model.fresh = False  # Draw new weights, not those of the directory.
+    config.model.lora_rank = 0  # Of adapters, which then train alone; 0: all trains.
+    config.model.lora_alpha = 32.0  # What an adapter adds is scaled by alpha / rank.
+    config.model.lora_targets = "query,key,value,out,gate,up,down"  # Products of the
+    # layers that have adapters.
 
     config.rollout = ConfigDict()
     config.rollout.engine = "sampler"  # A row of crbc_jax.rollout.ENGINES.

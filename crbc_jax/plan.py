@@ -203,7 +203,8 @@ _BOUNDS = (
     (
         "must be 0 or more",
         lambda value: value >= 0,
-        "env.num_workers rollout.history_length rollout.gate_step evaluate.temperature "
+        "env.num_workers model.lora_rank rollout.history_length rollout.gate_step "
+        "evaluate.temperature "
         "loss.kl_coef learner.num_updates learner.learning_rate learner.weight_decay "
         "learner.minibatch_groups learner.minibatch_rows learner.row_tokens "
         "warm_start.steps "
@@ -213,7 +214,7 @@ _BOUNDS = (
         "must be positive",
         lambda value: value > 0,
         "env.step_timeout rollout.temperature rollout.episode_timeout loss.clip_high "
-        "learner.max_grad_norm warm_start.learning_rate",
+        "model.lora_alpha learner.max_grad_norm warm_start.learning_rate",
     ),
     (
         "must be in [0, 1]",

@@ -24,6 +24,7 @@ from crbc_jax.kernels.closure import closure_credit
 from crbc_jax.kernels.groups import over_groups
 from crbc_jax.learner.warm_start import Demonstration
 from crbc_jax.metrics import Progress
+from crbc_jax.models import lora
 from crbc_jax.models.config import DecoderConfig
 from crbc_jax.models.tokenizer import Tokenizer
 from crbc_jax.plan import env_options
@@ -81,6 +82,7 @@ class Rollouts:
     ):
         env, options = config.env, env_options(config.env)
         self._config = config
+        self._decoder_config = decoder_config
         self._background = background
         self._env_options = options
         train = envs.tasks(env.name, "train", count=env.num_train_tasks, **options)
@@ -93,7 +95,7 @@ class Rollouts:
         }
         template = PROMPTS[config.rollout.prompt]
         self._player = Player(
-            engine=make_engine(config.rollout, decoder_config),
+            engine=make_engine(config.rollout, lora.without_adapters(decoder_config)),
             pool=EnvPool(env.name, options, env.num_workers, env.step_timeout),
             tokenizer=tokenizer,
             template=template,
@@ -122,7 +124,9 @@ class Rollouts:
         self._background.run(self._player.pool.__aexit__())
 
     def publish(self, params: Any, version: int) -> None:
-        """Lets all later requests be answered by `params`."""
+        """Lets all later requests be answered by `params`, adapters folded in."""
+        if self._decoder_config.lora:
+            params = lora.merge(self._decoder_config, params)
         self._background.run(self._player.engine.publish(params, version))
 
     def take(self, update: int) -> list[Group]:

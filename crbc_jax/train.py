@@ -14,9 +14,7 @@ from crbc_jax.checkpoint import Checkpointer
 from crbc_jax.learner.learner import make_learner
 from crbc_jax.learner.sharding import make_mesh
 from crbc_jax.metrics import CompileCounter, MetricsWriter, Progress
-from crbc_jax.models.decoder import init_params
-from crbc_jax.models.pretrained import load_model
-from crbc_jax.models.weights import draws_weights, import_params
+from crbc_jax.models.pretrained import load_policy, start_params
 from crbc_jax.rollout.collect import check_any_played, check_replies, rollout_stats
 from crbc_jax.stages import Clock, Credit, Rollouts
 from crbc_jax.types import TrainState, UserError
@@ -36,7 +34,7 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
         Interrupted: on SIGINT or SIGTERM, after a checkpoint of what was reached.
     """
     num_updates = config.learner.num_updates
-    decoder_config, tokenizer = load_model(config.model.directory)
+    decoder_config, tokenizer = load_policy(config.model)
     mesh = make_mesh(**config.mesh)
     learner = make_learner(config, decoder_config, mesh)
     clock, estimate = Clock(), Credit(config.advantage, jax.local_devices())
@@ -161,12 +159,8 @@ def start(config, decoder_config, learner, rollouts, progress, stop) -> TrainSta
         return learner.init_state(
             saved.restore_params(0, learner.abstract_state.params)
         )
-    if draws_weights(config.model):
-        params = init_params(decoder_config, config.seed)
-    else:
-        progress.say(f"reading the weights of {config.model.directory}")
-        where = jax.tree.map(lambda x: x.sharding, learner.abstract_state.params)
-        params = import_params(config.model.directory, decoder_config, shardings=where)
+    shardings = jax.tree.map(lambda x: x.sharding, learner.abstract_state.params)
+    params = start_params(config.model, decoder_config, config.seed, shardings)
     if num_steps := settings.steps + settings.noise_steps:
         progress.start("warm start", num_steps)
         params = learner.warm_start(params, rollouts.demonstrate(), on_step)

@@ -24,7 +24,7 @@ from crbc_jax.checkpoint import Checkpointer
 from crbc_jax.learner.learner import make_learner
 from crbc_jax.learner.sharding import make_mesh
 from crbc_jax.metrics import comparable, read_metrics
-from crbc_jax.models.pretrained import load_model
+from crbc_jax.models.pretrained import load_policy
 from crbc_jax.types import TrainState
 
 _CONFIG = flags.DEFINE_string("config", "configs/quickstart.py:smoke", "Config file.")
@@ -98,7 +98,7 @@ def differences(straight: pathlib.Path, killed: pathlib.Path) -> list[str]:
 def read_state(workdir: pathlib.Path) -> TrainState:
     """The newest state of a run, optimiser and all."""
     config = ConfigDict(json.loads((workdir / "config.json").read_text()))
-    decoder_config, _ = load_model(config.model.directory)
+    decoder_config, _ = load_policy(config.model)
     learner = make_learner(config, decoder_config, make_mesh(**config.mesh))
     checkpoints = Checkpointer(workdir, keep_last=1)
     return checkpoints.restore(checkpoints.latest(), learner.abstract_state)[0]

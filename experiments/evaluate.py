@@ -33,10 +33,10 @@ def play(config: ConfigDict, checkpoints, step: int):
     from crbc_jax.learner.learner import make_learner
     from crbc_jax.learner.sharding import make_mesh
     from crbc_jax.metrics import Progress
-    from crbc_jax.models.pretrained import load_model
+    from crbc_jax.models.pretrained import load_policy
     from crbc_jax.stages import Rollouts
 
-    decoder_config, tokenizer = load_model(config.model.directory)
+    decoder_config, tokenizer = load_policy(config.model)
     mesh = make_mesh(**config.mesh)
     learner = make_learner(config, decoder_config, mesh)
     params = checkpoints.restore_params(step, learner.abstract_state.params)

@@ -20,6 +20,9 @@ _CHECKPOINT = flags.DEFINE_string(
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16"], "Of the weights; training has float32."
 )
+_ADAPTERS = flags.DEFINE_boolean(
+    "adapters", False, "Of a LoRA run the adapters alone, in PEFT's format."
+)
 
 
 def main(_) -> None:
@@ -27,20 +30,25 @@ def main(_) -> None:
     from crbc_jax.checkpoint import Checkpointer
     from crbc_jax.learner.learner import make_learner
     from crbc_jax.learner.sharding import make_mesh
-    from crbc_jax.models.config import load_config
-    from crbc_jax.models.weights import export_model
+    from crbc_jax.models import lora
+    from crbc_jax.models.pretrained import load_policy
+    from crbc_jax.models.weights import export_adapters, export_model
     from crbc_jax.workdir import read_config
 
     workdir = pathlib.Path(_WORKDIR.value)
     config = read_config(workdir)
     checkpoints = Checkpointer(workdir, keep_last=1)
     step = checkpoints.find(_CHECKPOINT.value)
-    model = load_config(config.model.directory)
+    model, _ = load_policy(config.model)
     learner = make_learner(config, model, make_mesh(**config.mesh))
     params = checkpoints.restore_params(step, learner.abstract_state.params)
-    export_model(
-        params, model, config.model.directory, _DIRECTORY.value, dtype=_DTYPE.value
-    )
+    source, directory = config.model.directory, _DIRECTORY.value
+    if _ADAPTERS.value:
+        export_adapters(params, model, source, directory)
+    else:
+        plain = lora.without_adapters(model)
+        params = lora.merge(model, params)
+        export_model(params, plain, source, directory, dtype=_DTYPE.value)
     print(f"wrote update {step} to {_DIRECTORY.value}")
 
 

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from crbc_jax.metrics import comparable, read_metrics
 
@@ -146,6 +148,38 @@ def test_an_exported_policy_begins_another_run(environment, finished, tmp_path):
         rows_of(path)[-1]["eval/success_rate"] for path in (finished[0], workdir)
     ]
     assert held_out[0] == held_out[1]  # Equal weights, panel and seeds.
+
+    # Adapters train on top of it, and the model itself stays.
+    adapted = tmp_path / "adapted"
+    result = script(
+        environment,
+        "run",
+        *TINY,
+        *more,
+        "--config.model.lora_rank=4",
+        "--config.learner.num_updates=2",
+        f"--workdir={adapted}",
+    )
+    assert result.returncode == 0, result.stderr
+    assert {row["learner/ratio_max"] for row in rows_of(adapted)[1:]} == {1.0}
+    for kind in ("adapters", "noadapters"):
+        result = script(
+            environment,
+            "export",
+            f"--workdir={adapted}",
+            "--checkpoint=2",
+            f"--directory={tmp_path / kind}",
+            f"--{kind}",
+        )
+        assert result.returncode == 0, result.stderr
+    tensors = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
+    before, after = (
+        load_file(folder / "model.safetensors")
+        for folder in (model, tmp_path / "noadapters")
+    )
+    changed = {n for n in before if not np.array_equal(before[n], after[n])}
+    assert changed == {n for n in before if "_proj.weight" in n}
 
     again = script(environment, "export", *arguments)
     assert again.returncode == 1 and "exists; choose a new one" in again.stderr

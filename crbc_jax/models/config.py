@@ -11,6 +11,8 @@ from crbc_jax.types import UserError
 _PRESETS = pathlib.Path(__file__).parent / "presets"
 PRESET_PREFIX = "preset:"
 
+LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
+
 # Fields of which the decoder must know the value.
 _REQUIRED = (
     "vocab_size",
@@ -79,6 +81,20 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters of a decoder's products; see lora.py."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # Some of LORA_TARGETS.
+
+    @property
+    def scale(self) -> float:
+        """Of what an adapter adds."""
+        return self.alpha / self.rank
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """The shape of a Qwen2 or Llama decoder; hashable, to be a static argument."""
 
@@ -98,6 +114,7 @@ class DecoderConfig:
     mlp_bias: bool
     initializer_range: float  # Standard deviation of fresh kernels.
     max_positions: int
+    lora: LoraConfig | None = None
 
 
 def preset_names() -> list[str]:

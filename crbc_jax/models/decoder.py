@@ -7,6 +7,7 @@ end, on parameters that are a plain nested dictionary of arrays:
     layers/attention_norm/scale, layers/mlp_norm/scale           [layers, hidden]
     layers/attention/{query,key,value,out}/{kernel[,bias]}       [layers, in, out]
     layers/mlp/{gate,up,down}/{kernel[,bias]}                    [layers, in, out]
+    .../lora_a [layers, in, rank], .../lora_b [layers, rank, out]    where adapted
     final_norm/scale       [hidden]
     head/kernel            [hidden, vocab], where it is not tied to the embedding
 
@@ -37,7 +38,7 @@ _REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 REMAT = tuple(_REMAT_POLICIES)
-_DRAWN = ("kernel", "embedding")  # Parameters that start at random.
+_DRAWN = ("kernel", "embedding", "lora_a")  # Parameters that start at random.
 
 
 class Cache(NamedTuple):
@@ -62,6 +63,24 @@ class RMSNorm(nnx.Module):
         return (x * self.scale[...]).astype(inputs.dtype)
 
 
+class Linear(nnx.Linear):
+    """A product of the layers, with its adapter (see lora.py) if it has one."""
+
+    def __init__(self, config: DecoderConfig, name, inputs, outputs, use_bias, rngs):
+        super().__init__(inputs, outputs, use_bias=use_bias, rngs=rngs)
+        self.lora_scale = 0.0
+        if config.lora and name in config.lora.targets:
+            self.lora_scale = config.lora.scale
+            self.lora_a = nnx.Param(jnp.zeros((inputs, config.lora.rank)))
+            self.lora_b = nnx.Param(jnp.zeros((config.lora.rank, outputs)))
+
+    def __call__(self, x):
+        y = super().__call__(x)
+        if self.lora_scale:
+            y += self.lora_scale * (x @ self.lora_a[...] @ self.lora_b[...])
+        return y
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions."""
 
@@ -69,11 +88,11 @@ class Attention(nnx.Module):
         hidden = config.hidden_size
         queries = config.num_heads * config.head_dim
         keys = config.num_kv_heads * config.head_dim
-        linear = functools.partial(nnx.Linear, rngs=rngs)
-        self.query = linear(hidden, queries, use_bias=config.qkv_bias)
-        self.key = linear(hidden, keys, use_bias=config.qkv_bias)
-        self.value = linear(hidden, keys, use_bias=config.qkv_bias)
-        self.out = linear(queries, hidden, use_bias=config.out_bias)
+        linear = functools.partial(Linear, config, rngs=rngs)
+        self.query = linear("query", hidden, queries, config.qkv_bias)
+        self.key = linear("key", hidden, keys, config.qkv_bias)
+        self.value = linear("value", hidden, keys, config.qkv_bias)
+        self.out = linear("out", queries, hidden, config.out_bias)
         self.head_dim = config.head_dim
 
     def __call__(self, x, rotation, attend, layer, cache):
@@ -103,10 +122,10 @@ class MLP(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         hidden, inner = config.hidden_size, config.intermediate_size
-        linear = functools.partial(nnx.Linear, use_bias=config.mlp_bias, rngs=rngs)
-        self.gate = linear(hidden, inner)
-        self.up = linear(hidden, inner)
-        self.down = linear(inner, hidden)
+        linear = functools.partial(Linear, config, use_bias=config.mlp_bias, rngs=rngs)
+        self.gate = linear("gate", hidden, inner)
+        self.up = linear("up", hidden, inner)
+        self.down = linear("down", inner, hidden)
 
     def __call__(self, x):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -208,7 +227,8 @@ def init_params(config: DecoderConfig, seed: int) -> dict[str, Any]:
     """Draws fresh float32 parameters, a function of `config` and `seed` alone.
 
     Kernels and embedding are normal with standard deviation
-    `config.initializer_range`; biases are 0 and the scales of norms 1.
+    `config.initializer_range`; biases are 0 and the scales of norms 1. Of adapters, A
+    is drawn, too, and B is 0.
     """
     return _init_params(config, seed_words(seed))
 
@@ -286,7 +306,7 @@ def _init_params(config, words):
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
     values = config.initializer_range * jax.random.normal(key, (sum(drawn),))
     pieces = iter(jnp.split(values, np.cumsum(drawn)[:-1]))
-    fill = {"scale": jnp.ones, "bias": jnp.zeros}
+    fill = {"scale": jnp.ones, "bias": jnp.zeros, "lora_b": jnp.zeros}
     params = [
         next(pieces).reshape(leaf.shape)
         if path[-1].key in _DRAWN

@@ -5,6 +5,7 @@ Parameters come and go one array at a time, so that the host holds little more t
 largest of them.
 """
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -56,7 +57,10 @@ _LEAVES = {
     "kernel": "weight",
     "scale": "weight",
     "bias": "bias",
+    "lora_a": "lora_A.weight",
+    "lora_b": "lora_B.weight",
 }
+_TRANSPOSED = ("kernel", "lora_a", "lora_b")
 # What a directory holds besides weights, and an export carries along.
 _CARRIED = (
     "added_tokens.json",
@@ -96,7 +100,8 @@ def import_params(
     Args:
         directory: with model.safetensors, or its parts and their index.
         config: of the same directory, without adapters.
-        shardings: tree like the parameters, or None: all on the first local device.
+        shardings: tree like the parameters (more leaves do no harm), or None: all on
+            the first local device.
         dtype: of the parameters; float32 holds every supported file exactly.
 
     Raises:
@@ -108,19 +113,20 @@ def import_params(
     if shardings is None:
         where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: where, abstract_params(config))
+    sharding_of = dict(_flatten(shardings))
 
-    def read(path, leaf, sharding):
+    def read(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         with _Reader(directory, files) as reader:
             names = _names_of(name, leaf.shape)
             reader.check(names, _shape_there(name, leaf.shape))
             return jax.make_array_from_callback(
                 leaf.shape,
-                sharding,
+                sharding_of[name],
                 lambda index: reader.read(name, names, leaf.shape, index, dtype),
             )
 
-    return jax.tree_util.tree_map_with_path(read, abstract_params(config), shardings)
+    return jax.tree_util.tree_map_with_path(read, abstract_params(config))
 
 
 def export_model(
@@ -149,26 +155,83 @@ def export_model(
         UserError: if `directory` exists, or `source` is a model of another shape.
         OSError: if the disk is full; nothing is left behind.
     """
-    directory = pathlib.Path(directory)
-    if directory.exists():
-        raise UserError(f"directory={str(directory)!r} exists; choose a new one")
     source_folder = resolve_directory(source)
     fields = json.loads((source_folder / "config.json").read_text(encoding="utf-8"))
     if parse_config(fields, str(source_folder)) != config:
         raise UserError(f"source={source!r} is not a model of the parameters' shape")
     dtype = jax.numpy.dtype(dtype or jax.tree.leaves(params)[0].dtype)
     fields.pop("torch_dtype", None)
+    with _new_folder(directory) as folder:
+        for name in _CARRIED:
+            if (source_folder / name).is_file():
+                shutil.copy(source_folder / name, folder / name)
+        _write_json(folder / "config.json", fields | {"dtype": str(dtype)})
+        _write_weights(params, folder, dtype)
+
+
+def export_adapters(
+    params: dict[str, Any],
+    config: DecoderConfig,
+    source: str,
+    directory: str | pathlib.Path,
+) -> None:
+    """Writes the adapters alone, as the library PEFT does and vLLM loads them.
+
+    Args:
+        params: with adapters (see lora.py).
+        config: their shape.
+        source: what the file shall call the model that they belong to.
+        directory: must not exist; appears whole or not at all.
+
+    Raises:
+        UserError: if `directory` exists, or the parameters have no adapters.
+    """
+    adapters = [
+        (path, leaf)
+        for path, leaf in _flatten(params)
+        if path.endswith(("/lora_a", "/lora_b"))
+    ]
+    if not adapters:
+        raise UserError("these parameters have no adapters (config.model.lora_rank=0)")
+    modules = {
+        name.rpartition("/")[2]: module.rpartition(".")[2]
+        for name, module in _MODULES.items()
+    }
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "target_modules": [modules[target] for target in config.lora.targets],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    with _new_folder(directory) as folder:
+        _write_json(folder / "adapter_config.json", fields)
+        tensors = {
+            f"base_model.model.{name}": tensor
+            for name, tensor in _tensors(adapters, adapters[0][1].dtype)
+        }
+        path = folder / "adapter_model.safetensors"
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def _new_folder(directory: str | pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder that becomes `directory` when the block ends well."""
+    directory = pathlib.Path(directory)
+    if directory.exists():
+        raise UserError(f"directory={str(directory)!r} exists; choose a new one")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         prefix=f".{directory.name}.", dir=directory.parent
     ) as made:
         folder = pathlib.Path(made) / "model"
         folder.mkdir()
-        for name in _CARRIED:
-            if (source_folder / name).is_file():
-                shutil.copy(source_folder / name, folder / name)
-        _write_json(folder / "config.json", fields | {"dtype": str(dtype)})
-        _write_weights(params, folder, dtype)
+        yield folder
         folder.rename(directory)
 
 
@@ -338,7 +401,7 @@ def _is_layered(path: str) -> bool:
 
 
 def _is_transposed(path: str) -> bool:
-    return path.endswith("/kernel")
+    return path.rpartition("/")[2] in _TRANSPOSED
 
 
 def _names_of(path: str, shape: tuple[int, ...]) -> list[str]:
