@@ -130,6 +130,7 @@ def _bind_warm_start(config, decoder_config, mesh, compute, init_plain):
             batch_rows=settings.batch_rows,
             microbatch_rows=microbatch_rows,
             seed=config.seed,
+            row_tokens=config.learner.row_tokens,
         )
         state = run_warm_start(
             make_warm_start_step(decoder_config, optimizer, mesh, compute),

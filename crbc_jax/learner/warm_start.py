@@ -1,12 +1,13 @@
 """Demonstrations -> a policy that starts from something, by supervised steps.
 
-Cross-entropy on the replies, each row counting alike. In a second phase a share of
+Cross-entropy on the replies, each reply counting alike. In a second phase a share of
 the labels are replies of random actions: that loosens an imitating policy, which would
 otherwise be too sure of itself to explore.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from crbc_jax.learner import gradient, losses, sharding, trainable
-from crbc_jax.learner.rows import Rows, Segment, fill_rows, split_rows
+from crbc_jax.learner import gradient, sharding, trainable
+from crbc_jax.learner.rows import Rows, Segment, fill_rows, fit, split_rows
 from crbc_jax.models.config import DecoderConfig
 from crbc_jax.types import TrainState, UserError
 
@@ -34,41 +35,61 @@ class Demonstration(NamedTuple):
     alternatives: Sequence[Int[np.ndarray, " tokens"]]
 
 
+class Batch(NamedTuple):
+    """What one step trains on; at padding everything is 0."""
+
+    rows: Rows  # [microbatches, rows, ...]
+    weight: Float[np.ndarray, "microbatches rows responses"]  # Of each token's loss.
+    num_microbatches: Int[np.ndarray, ""]  # Those in use.
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchMaker:
     """Draws the batch of any step, a function of seed and step counter alone."""
 
     demonstrations: Sequence[Demonstration]
-    batch_rows: int
-    microbatch_rows: int  # Divides batch_rows.
+    batch_rows: int  # Demonstrations a step.
+    microbatch_rows: int  # Rows at once.
     seed: int
+    row_tokens: int = 0  # Slots of a row that several share; 0: each has its own.
 
     def __post_init__(self):
         if not self.demonstrations:
             raise ValueError("no demonstrations: a warm start needs at least one")
-        if self.batch_rows % self.microbatch_rows:
+        if self.row_tokens and self.row_tokens < self._longest:
             raise ValueError(
-                f"warm_start.batch_rows={self.batch_rows} must be a multiple of the "
-                f"{self.microbatch_rows} rows of a micro-batch"
+                f"row_tokens={self.row_tokens} cannot hold the longest demonstration, "
+                f"of {self._longest} tokens"
             )
 
     @functools.cached_property
-    def _lengths(self) -> tuple[int, int]:
-        """Slots for prompts and replies, the same in every batch."""
-        prompts = max(len(d.prompt_ids) for d in self.demonstrations)
-        replies = max(
-            len(ids)
-            for d in self.demonstrations
-            for ids in (d.response_ids, *d.alternatives)
-        )
-        return prompts, replies
+    def _longest(self) -> int:
+        return max(len(d.prompt_ids) + _longest_reply(d) for d in self.demonstrations)
 
-    def __call__(self, step: int, label_noise: float = 0.0) -> Rows:
-        """Rows [microbatches, rows, ...], drawn with replacement.
+    @functools.cached_property
+    def _shape(self) -> tuple[int, int, int]:
+        """Micro-batches, slots for tokens, slots for replies: the same in all steps."""
+        if self.row_tokens:
+            num_rows = math.ceil(self.batch_rows / (self.row_tokens // self._longest))
+            length = self.row_tokens
+            # No row holds more of replies than the demonstration that has most of them.
+            densest = max(
+                _longest_reply(d) / (len(d.prompt_ids) + _longest_reply(d))
+                for d in self.demonstrations
+            )
+            num_responses = math.ceil(densest * length)
+        else:
+            num_rows = self.batch_rows
+            num_responses = max(map(_longest_reply, self.demonstrations))
+            length = num_responses + max(len(d.prompt_ids) for d in self.demonstrations)
+        return math.ceil(num_rows / self.microbatch_rows), length, num_responses
+
+    def __call__(self, step: int, label_noise: float = 0.0) -> Batch:
+        """Demonstrations drawn with replacement.
 
         Args:
             step: counts from 0.
-            label_noise: share of rows whose label is that of a random action.
+            label_noise: share of them whose label is that of a random action.
         """
         random = np.random.default_rng([self.seed, _PURPOSE, step])
         chosen = [
@@ -77,21 +98,39 @@ class BatchMaker:
         ]
         is_noisy = random.random(self.batch_rows) < label_noise
         draws = random.random(self.batch_rows)
-        replies = [
-            d.alternatives[int(draw * len(d.alternatives))] if noisy else d.response_ids
+        segments = [
+            Segment(
+                d.prompt_ids,
+                [
+                    d.alternatives[int(draw * len(d.alternatives))]
+                    if noisy
+                    else d.response_ids
+                ],
+            )
             for d, noisy, draw in zip(chosen, is_noisy, draws, strict=True)
         ]
-        prompt_length, response_length = self._lengths
+        if self.row_tokens:
+            numbers = fit([s.num_tokens for s in segments], self.row_tokens)
+            contents = [[segments[number] for number in row] for row in numbers]
+        else:
+            contents = [[segment] for segment in segments]
+        num_microbatches, length, num_responses = self._shape
         rows = fill_rows(
-            [
-                [Segment(d.prompt_ids, [reply])]
-                for d, reply in zip(chosen, replies, strict=True)
-            ],
-            num_rows=self.batch_rows,
-            length=prompt_length + response_length,
-            num_responses=response_length,
+            contents,
+            num_rows=num_microbatches * self.microbatch_rows,
+            length=length,
+            num_responses=num_responses,
         )
-        return split_rows(rows, self.batch_rows // self.microbatch_rows)
+        counts = [len(reply) for row in contents for s in row for reply in s.replies]
+        weight = np.zeros(rows.response_mask.shape, np.float32)
+        weight[rows.response_mask] = np.repeat(
+            1 / (self.batch_rows * np.array(counts)), counts
+        )
+        return Batch(
+            split_rows(rows, num_microbatches),
+            weight.reshape(num_microbatches, -1, num_responses),
+            np.int32(math.ceil(len(contents) / self.microbatch_rows)),
+        )
 
 
 def make_warm_start_step(
@@ -99,39 +138,39 @@ def make_warm_start_step(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     compute: gradient.Compute = gradient.DEFAULT_COMPUTE,
-) -> Callable[[TrainState, Rows], tuple[TrainState, dict[str, Array]]]:
-    """Returns the jitted step (state, rows) -> (state, scalars).
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
+    """Returns the jitted step (state, batch) -> (state, scalars).
 
-    Rows are [microbatches, rows, ...]; the state, which has no reference, is donated.
-    Scalars: `loss` (nats a token, rows alike) and those of `gradient.apply_gradient`.
+    The state, which has no reference, is donated. Scalars: `loss` (nats a token,
+    demonstrations alike) and those of `gradient.apply_gradient`.
     """
     abstract = gradient.abstract_state(
         decoder_config, optimizer, mesh, keep_reference=False
     )
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    in_rows, everywhere = sharding.microbatch_sharding(mesh), sharding.replicated(mesh)
 
     @functools.partial(
         jax.jit,
-        in_shardings=(state_shardings, sharding.microbatch_sharding(mesh)),
-        out_shardings=(state_shardings, sharding.replicated(mesh)),
+        in_shardings=(state_shardings, Batch(in_rows, in_rows, everywhere)),
+        out_shardings=(state_shardings, everywhere),
         donate_argnames="state",
     )
-    def step(state, rows):
-        num_microbatches, rows_each = rows.tokens.shape[:2]
-
+    def step(state, batch):
         params, frozen = trainable.split(state.params)
 
         def objective(params, microbatch):
+            rows, weight = microbatch
             params = trainable.merge(params, frozen)
             logprobs, _ = gradient.response_logprobs(
-                decoder_config, params, microbatch, 1.0, mesh, compute
+                decoder_config, params, rows, 1.0, mesh, compute
             )
-            row_means = jax.vmap(losses.masked_mean)(logprobs, microbatch.response_mask)
-            loss = -jnp.sum(row_means) / (num_microbatches * rows_each)
-            return loss, ({}, {})
+            # Where nothing is, the log-probability means nothing.
+            logprobs = jnp.where(rows.response_mask, logprobs, 0.0)
+            return -jnp.sum(weight * logprobs), ({}, {})
 
         grads, loss, _, _ = gradient.accumulate(
-            objective, params, rows, jnp.int32(num_microbatches), mesh
+            objective, params, (batch.rows, batch.weight), batch.num_microbatches, mesh
         )
         state, scalars = gradient.apply_gradient(optimizer, state, grads, loss, True)
         return state, {"loss": loss} | scalars
@@ -140,7 +179,7 @@ def make_warm_start_step(
 
 
 def run_warm_start(
-    step: Callable[[TrainState, Rows], tuple[TrainState, dict[str, Array]]],
+    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]],
     make_batch: BatchMaker,
     state: TrainState,
     *,
@@ -172,3 +211,7 @@ def run_warm_start(
             )
         on_step(index + 1, loss)
     return state
+
+
+def _longest_reply(demonstration: Demonstration) -> int:
+    return max(map(len, (demonstration.response_ids, *demonstration.alternatives)))
