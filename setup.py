@@ -20,6 +20,7 @@ setup(
         "absl-py",
         "flax>=0.12",
         "gymnasium>=1.0",
+        "httpx>=0.27",
         "jax>=0.10",
         "jaxtyping>=0.3",
         "jinja2",  # Of chat templates; transformers does not ask for it.

@@ -40,6 +40,18 @@ MAY_CHANGE = {
     "config.env.num_workers": "samples depend on seeds alone, not on who steps them",
     "config.env.step_timeout": "only says when a hanging worker is given up",
     "config.learner.microbatch_rows": "losses are those of the whole mini-batch",
+    **dict.fromkeys(
+        (
+            "config.rollout.vllm.python",
+            "config.rollout.vllm.num_servers",
+            "config.rollout.vllm.urls",
+            "config.rollout.vllm.folder",
+            "config.rollout.vllm.start_timeout",
+            "config.rollout.vllm.request_timeout",
+            "config.rollout.vllm.num_retries",
+        ),
+        "replies depend on weights and seeds, not on who computes them",
+    ),
     "config.mesh.data": "the same sums over other devices",
     "config.mesh.fsdp": "the same sums over other devices",
     "config.mesh.tensor": "the same sums over other devices",

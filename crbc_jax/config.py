@@ -75,6 +75,19 @@ def default_config() -> ConfigDict:
     config.rollout.max_invalid_share = 0.9  # Of the first rollouts' actions; above
     # it the run stops before its first update, with the reasons. 1.0 never stops.
 
+    config.rollout.vllm = ConfigDict()  # Of the engine "vllm"; see third_party/vllm.
+    config.rollout.vllm.python = ""  # Interpreter that has vLLM, to start servers with.
+    config.rollout.vllm.num_servers = 1  # That the run starts,
+    config.rollout.vllm.urls = ""  # unless these are there: URLs, with commas between.
+    config.rollout.vllm.folder = ""  # Where weights are published: servers see it, too.
+    config.rollout.vllm.dtype = "float32"  # Of served weights; "bfloat16".
+    config.rollout.vllm.arguments = "--enforce-eager"  # More ones of vLLM's server.
+    config.rollout.vllm.start_timeout = 600.0  # Seconds for a server to answer.
+    config.rollout.vllm.request_timeout = 600.0  # Seconds that a call may take.
+    config.rollout.vllm.num_retries = 3  # Of a request; then its episode is aborted.
+    config.rollout.vllm.max_mismatch = 0.0  # Nats a token, between log-probabilities
+    # of servers and learner; more stops the run. 0: 1e-3, in bfloat16 5e-2.
+
     config.advantage = ConfigDict()
     config.advantage.name = "crbc"  # A row of crbc_jax.advantages.ESTIMATORS.
     # A sub-config an estimator: its options, with the defaults of its function. An

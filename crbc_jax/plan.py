@@ -5,6 +5,7 @@ import difflib
 import functools
 import os
 import pathlib
+import shutil
 
 from ml_collections import ConfigDict
 
@@ -33,6 +34,7 @@ _SMALL = {
     "alfworld": "configs/alfworld.py:small --config.env.alfworld.data_dir=FOLDER",
     "webshop": "configs/webshop.py:small",
 }
+_SMOLLM2 = "SmolLM2-135M-Instruct"
 _FLOAT_BYTES = 4
 
 
@@ -140,6 +142,11 @@ def _read_model(settings: ConfigDict, missing: list[str]) -> DecoderConfig:
             f"config.model.directory={directory!r}: models that see pictures cannot be "
             "run yet; what can be is the board as text, --config=configs/sokoban.py"
         )
+    if name == _SMOLLM2 and not pathlib.Path(directory).expanduser().is_dir():
+        raise ConfigError(
+            f"config.model.directory={directory!r}: no such directory; to make it: "
+            f"python experiments/get_model.py smollm2 --directory={directory}"
+        )
     if pathlib.Path(directory).expanduser().is_dir() or name not in preset_names():
         config = load_config(directory)
         if not draws_weights(settings) and not has_weights(directory):
@@ -198,13 +205,14 @@ _BOUNDS = (
         "env.max_steps env.num_train_tasks env.num_eval_tasks rollout.tasks_per_update "
         "rollout.max_prompt_tokens rollout.max_response_tokens learner.microbatch_rows "
         "learner.num_epochs warm_start.batch_rows warm_start.num_tasks evaluate.every "
-        "checkpoint.every checkpoint.keep_last",
+        "checkpoint.every checkpoint.keep_last rollout.vllm.num_servers",
     ),
     (
         "must be 0 or more",
         lambda value: value >= 0,
-        "env.num_workers model.lora_rank rollout.history_length rollout.gate_step "
-        "evaluate.temperature "
+        "env.num_workers model.lora_rank rollout.vllm.num_retries "
+        "rollout.vllm.max_mismatch "
+        "rollout.history_length rollout.gate_step evaluate.temperature "
         "loss.kl_coef learner.num_updates learner.learning_rate learner.weight_decay "
         "learner.minibatch_groups learner.minibatch_rows learner.row_tokens "
         "warm_start.steps "
@@ -213,8 +221,10 @@ _BOUNDS = (
     (
         "must be positive",
         lambda value: value > 0,
-        "env.step_timeout rollout.temperature rollout.episode_timeout loss.clip_high "
-        "model.lora_alpha learner.max_grad_norm warm_start.learning_rate",
+        "rollout.vllm.start_timeout rollout.vllm.request_timeout "
+        "env.step_timeout rollout.temperature "
+        "rollout.episode_timeout loss.clip_high model.lora_alpha learner.max_grad_norm "
+        "warm_start.learning_rate",
     ),
     (
         "must be in [0, 1]",
@@ -239,6 +249,7 @@ _CHOICES = {
     "loss.aggregation": AGGREGATIONS,
     "loss.degenerate_groups": DEGENERATE_GROUPS,
     "learner.old_logprobs": OLD_LOGPROBS,
+    "rollout.vllm.dtype": DTYPES,
     "learner.compute_dtype": DTYPES,
     "learner.moment_dtype": DTYPES,
     "learner.remat": REMAT,
@@ -284,6 +295,20 @@ def _check_settings(config: ConfigDict) -> None:
         config.rollout.max_policy_lag == 0 or config.learner.old_logprobs == "sampled",
         "learner.old_logprobs",
         'rollouts of an older policy (config.rollout.max_policy_lag=1) need "sampled"',
+    )
+    vllm = config.rollout.vllm
+    need(
+        config.rollout.engine != "vllm" or vllm.urls or shutil.which(vllm.python),
+        "rollout.vllm.python",
+        "must be an interpreter that has vLLM, to start servers with; "
+        "third_party/vllm/install.sh makes one. Or name running servers by "
+        "config.rollout.vllm.urls",
+    )
+    need(
+        not vllm.urls or vllm.folder,
+        "rollout.vllm.folder",
+        "must be a folder that the servers of config.rollout.vllm.urls see, too: "
+        "weights go through files",
     )
     warm = config.warm_start.directory
     need(

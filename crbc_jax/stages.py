@@ -4,6 +4,7 @@
 version 0 is the policy that reinforcement learning starts from.
 """
 
+import asyncio
 import concurrent.futures
 import contextlib
 import time
@@ -27,6 +28,7 @@ from crbc_jax.metrics import Progress
 from crbc_jax.models import lora
 from crbc_jax.models.config import DecoderConfig
 from crbc_jax.models.tokenizer import Tokenizer
+from crbc_jax.parity import ParityProbe
 from crbc_jax.plan import env_options
 from crbc_jax.rollout import make_engine
 from crbc_jax.rollout.collect import EVAL, EpisodeKey, Player, collect_all, run_episode
@@ -95,7 +97,7 @@ class Rollouts:
         }
         template = PROMPTS[config.rollout.prompt]
         self._player = Player(
-            engine=make_engine(config.rollout, lora.without_adapters(decoder_config)),
+            engine=make_engine(config, lora.without_adapters(decoder_config)),
             pool=EnvPool(env.name, options, env.num_workers, env.step_timeout),
             tokenizer=tokenizer,
             template=template,
@@ -109,6 +111,9 @@ class Rollouts:
             gate_step=config.rollout.gate_step,
             min_divergence=config.rollout.min_divergence,
         )
+        self._probe = None
+        if config.rollout.engine == "vllm":
+            self._probe = ParityProbe(config, decoder_config)
         self._ahead: tuple[int, list[Group]] | None = None  # Collected ahead.
         # The collection of the next update while it runs, at lag 1.
         self._running: tuple[int, concurrent.futures.Future] | None = None
@@ -123,11 +128,32 @@ class Rollouts:
         self._background.run(self._player.engine.close())
         self._background.run(self._player.pool.__aexit__())
 
-    def publish(self, params: Any, version: int) -> None:
-        """Lets all later requests be answered by `params`, adapters folded in."""
+    def publish(self, params: Any, version: int) -> dict[str, float]:
+        """Lets all later requests be answered by `params`, adapters folded in.
+
+        Returns:
+            Of an engine outside this process, how well it agrees with the learner:
+            fields of a metrics row.
+
+        Raises:
+            UserError: if it cannot be reached, or does not agree.
+        """
+        engine, plain = self._player.engine, params
         if self._decoder_config.lora:
-            params = lora.merge(self._decoder_config, params)
-        self._background.run(self._player.engine.publish(params, version))
+            plain = lora.merge(self._decoder_config, params)
+        self._background.run(engine.publish(plain, version))
+        if self._probe is None:
+            return {}
+
+        async def answer():
+            return await asyncio.gather(*map(engine.generate, self._probe.requests))
+
+        try:
+            completions = self._background.run(answer())
+        except ConnectionError as error:
+            raise UserError(f"version {version} is published, but {error}") from error
+        engine.stats()  # The counters of an update are those of its own rollouts.
+        return self._probe.compare(params, completions)
 
     def take(self, update: int) -> list[Group]:
         """Returns the groups of an update, in order; collects them if nobody has.

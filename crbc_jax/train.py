@@ -69,8 +69,7 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
         else:
             with clock("warm_start"):
                 state = start(config, decoder_config, learner, rollouts, progress, stop)
-            rollouts.publish(state.params, 0)
-            scalars = evaluate(0)
+            scalars = rollouts.publish(state.params, 0) | evaluate(0)
             metrics.write(0, scalars | {"compilations": compiles.count} | clock.read())
             save(0, scalars)
 
@@ -115,9 +114,9 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
                 )
             with clock("rollout"):
                 rollouts.finish_ahead()
-            with clock("publish"):
-                rollouts.publish(state.params, update + 1)
             scalars |= rollout_stats(groups) | rollouts.engine_stats()
+            with clock("publish"):
+                scalars |= rollouts.publish(state.params, update + 1)
             scalars["groups/cut"] = config.rollout.tasks_per_update - len(groups)
             scalars |= {f"batch/{name}": value for name, value in packed.items()}
             scalars |= {f"learner/{name}": value for name, value in losses.items()}

@@ -37,8 +37,12 @@ def test_a_variant_runs_here_or_says_what_does(name, variant, tmp_path, monkeypa
         plan = make_plan(config, tmp_path / "run")
     except ConfigError as error:
         assert variant != "small" or name == "alfworld"
-        remedy = "alfworld-download" if variant == "small" else "configs/"
-        assert remedy in str(error)
+        remedies = {
+            "small": "alfworld-download",
+            "smollm2": "third_party/vllm/install.sh",
+            "vllm": "third_party/vllm/install.sh",
+        }
+        assert remedies.get(variant, "configs/") in str(error)
     else:
         assert plan.train_tasks and plan.eval_tasks
         assert variant in ("small", "full", "smoke", "hard")

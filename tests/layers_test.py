@@ -31,6 +31,7 @@ ARROWS = {
     "figures": {"types"},
     "report": {"figures", "metrics", "types"},
     "workdir": {"checkpoint", "config", "evaluate", "trajectories", "types"},
+    "parity": {"learner", "models", "rollout", "types"},
     "stages": None,  # May import all, as may the loop over them,
     "train": None,
     "ahead_of_time": None,  # and what compiles their programs for elsewhere.

@@ -1,10 +1,12 @@
 """A run says what it will do, and refuses what it cannot, before it begins."""
 
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
+from crbc_jax import models
 from crbc_jax.config import default_config
 from crbc_jax.plan import ConfigError, make_plan
 
@@ -28,6 +30,19 @@ def test_what_cannot_fit_names_the_command_that_runs_here(tmp_path):
     with pytest.raises(ConfigError, match="configs/quickstart.py") as error:
         make_plan(config, tmp_path)
     assert "GiB" in str(error.value)
+
+
+def test_a_model_that_is_missing_or_bare_names_the_remedy(tmp_path):
+    config = default_config()
+    config.model.directory = "models/SmolLM2-135M-Instruct"
+    with pytest.raises(ConfigError, match="experiments/get_model.py smollm2"):
+        make_plan(config, tmp_path)
+    preset = pathlib.Path(models.__file__).parent / "presets/sokoban_tiny"
+    config.model.directory = str(preset)  # Not as a preset, and without weights.
+    with pytest.raises(ConfigError, match="holds no weights.*config.model.fresh=True"):
+        make_plan(config, tmp_path)
+    config.model.fresh = True
+    assert make_plan(config, tmp_path).num_params == 149_824
 
 
 def test_digest_changes_with_the_tasks(tmp_path):

@@ -5,8 +5,8 @@ import sys
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
+from crbc_jax.config import default_config
 from crbc_jax.models.config import load_config
 from crbc_jax.rollout import make_engine
 from crbc_jax.rollout.engine import Request, SamplingParams
@@ -53,12 +53,10 @@ def test_failures_come_where_the_script_says():
 
 
 def test_engines_are_made_by_name():
-    config = ConfigDict(
-        {"engine": "sampler", "max_prompt_tokens": 8, "max_response_tokens": 2}
-    )
+    config = default_config()
     model = load_config("preset:sokoban_tiny")
     assert isinstance(make_engine(config, model), Sampler)
-    config.engine = "smapler"
+    config.rollout.engine = "smapler"
     with pytest.raises(ValueError, match="rollout.engine='smapler'"):
         make_engine(config, model)
 

@@ -1,0 +1,1 @@
+"""Rollouts served by vLLM, whose weights are proved fresh."""
