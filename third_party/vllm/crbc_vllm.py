@@ -128,6 +128,8 @@ def serve(arguments: list[str]) -> int:
         "PYTHONPATH": f"{folder}{os.pathsep}{path}" if path else folder,
         "VLLM_SERVER_DEV_MODE": "1",  # The routes that pause and load weights.
         "VLLM_NO_USAGE_STATS": "1",
+        # Of vLLM for CPUs, which would take half of the memory; GiB.
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
     }
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
     if ends_with_stdin:
