@@ -140,6 +140,9 @@ def default_config() -> ConfigDict:
     config.loss.dual_clip = 3.0  # Bound of ratio x advantage when it is negative.
     config.loss.ratio = "token"  # Importance ratio of each token; "step": of the whole
     # reply; "step_mean": its geometric mean over the tokens.
+    config.loss.importance_cap = 0.0  # Of the weight p_learner / p_sampler, for a
+    # sampler that is not quite the policy: 2.0, say. 0 weighs nothing.
+    config.loss.importance_level = "token"  # Or "step": of the whole reply.
     config.loss.aggregation = "group_step"  # A row of learner.packing.AGGREGATIONS.
     config.loss.kl_coef = 0.0  # Of the penalty to the warm-started reference.
     config.loss.kl_form = "k3"  # A row of learner.losses.KL_FORMS.

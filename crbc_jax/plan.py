@@ -13,7 +13,12 @@ from crbc_jax import envs
 from crbc_jax.advantages import ANNOTATED, WITHOUT_GROUP, make_estimator
 from crbc_jax.envs.base import TaskSet, digest_lines
 from crbc_jax.learner.gradient import DTYPES
-from crbc_jax.learner.losses import KL_FORMS, OLD_LOGPROBS, RATIOS
+from crbc_jax.learner.losses import (
+    IMPORTANCE_LEVELS,
+    KL_FORMS,
+    OLD_LOGPROBS,
+    RATIOS,
+)
 from crbc_jax.learner.packing import AGGREGATIONS, DEGENERATE_GROUPS
 from crbc_jax.models.config import (
     PRESET_PREFIX,
@@ -213,7 +218,8 @@ _BOUNDS = (
         "env.num_workers model.lora_rank rollout.vllm.num_retries "
         "rollout.vllm.max_mismatch "
         "rollout.history_length rollout.gate_step evaluate.temperature "
-        "loss.kl_coef learner.num_updates learner.learning_rate learner.weight_decay "
+        "loss.kl_coef loss.importance_cap learner.num_updates learner.learning_rate "
+        "learner.weight_decay "
         "learner.minibatch_groups learner.minibatch_rows learner.row_tokens "
         "warm_start.steps "
         "warm_start.noise_steps",
@@ -245,6 +251,7 @@ _CHOICES = {
     "rollout.prompt": PROMPTS,
     "rollout.parser": PARSERS,
     "loss.ratio": RATIOS,
+    "loss.importance_level": IMPORTANCE_LEVELS,
     "loss.kl_form": KL_FORMS,
     "loss.aggregation": AGGREGATIONS,
     "loss.degenerate_groups": DEGENERATE_GROUPS,
@@ -292,9 +299,18 @@ def _check_settings(config: ConfigDict) -> None:
         "set either this or config.learner.minibatch_groups, not both",
     )
     need(
-        config.rollout.max_policy_lag == 0 or config.learner.old_logprobs == "sampled",
+        config.rollout.max_policy_lag == 0
+        or config.learner.old_logprobs == "sampled"
+        or config.loss.importance_cap > 0,
         "learner.old_logprobs",
-        'rollouts of an older policy (config.rollout.max_policy_lag=1) need "sampled"',
+        'rollouts of an older policy (config.rollout.max_policy_lag=1) need "sampled", '
+        "or config.loss.importance_cap above 0",
+    )
+    need(
+        config.loss.importance_cap == 0 or config.learner.old_logprobs == "recomputed",
+        "loss.importance_cap",
+        'needs config.learner.old_logprobs="recomputed": ratios to the sampled '
+        "log-probabilities weigh the sampler's difference already",
     )
     vllm = config.rollout.vllm
     need(

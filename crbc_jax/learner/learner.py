@@ -72,6 +72,8 @@ def make_learner(
         kl_form=config.loss.kl_form,
         entropy_coef=config.loss.entropy_coef,
         temperature=config.rollout.temperature,
+        importance_cap=config.loss.importance_cap,
+        importance_level=config.loss.importance_level,
     )
     compute = gradient.Compute(settings.compute_dtype, settings.remat)
     optimizer = gradient.make_optimizer(

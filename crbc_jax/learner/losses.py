@@ -19,6 +19,7 @@ _MAX_KL = 10.0  # Of a token's k3 penalty; verl's clamp.
 
 RATIOS = ("token", "step", "step_mean")
 OLD_LOGPROBS = ("recomputed", "sampled")  # What ratios compare with.
+IMPORTANCE_LEVELS = ("token", "step")
 KL_FORMS = ("k1", "abs", "mse", "k3")
 
 
@@ -114,6 +115,34 @@ def log_ratios(
     if ratio == "step_mean":
         total /= jnp.maximum(step_sum(mask), 1)
     return jnp.where(mask, total, 0)
+
+
+def truncated_importance(
+    old_logprobs: Float[Array, "*rows tokens"],
+    sampled_logprobs: Float[Array, "*rows tokens"],
+    mask: Bool[Array, "*rows tokens"],
+    level: str,
+    cap: float,
+    step_ids: Int[Array, "*rows tokens"] | None = None,
+) -> tuple[Float[Array, "*rows tokens"], Bool[Array, "*rows tokens"]]:
+    """Weights for rollouts whose sampler was not quite the policy: min(p / q, cap).
+
+    p is the learner's probability before the update, q the sampler's: of each token,
+    or of the whole reply. Truncation bounds the variance at the price of a bias
+    (Ionides, 2008, Truncated importance sampling).
+
+    Args:
+        level: "token" or "step".
+        cap: above 0.
+        step_ids: see `log_ratios`.
+
+    Returns:
+        The weights, 1 where masked and without gradient, and where `cap` holds.
+    """
+    log_ratio = log_ratios(old_logprobs, sampled_logprobs, mask, level, step_ids)
+    ratio = jnp.exp(jnp.clip(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    weight = jnp.where(mask, jnp.minimum(ratio, cap), 1.0)
+    return jax.lax.stop_gradient(weight), mask & (ratio > cap)
 
 
 def clipped_surrogate(

@@ -39,6 +39,8 @@ class LossOptions:
     kl_form: str  # See `losses.kl_penalty`.
     entropy_coef: float
     temperature: float  # Of sampling; probabilities are compared at it.
+    importance_cap: float = 0.0  # See `losses.truncated_importance`; 0: weights of 1.
+    importance_level: str = "token"
 
 
 def make_update(
@@ -227,14 +229,28 @@ def _objective(
         dual_clip=options.dual_clip,
     )
 
+    corrected, means = surrogate.loss, {}
+    if options.importance_cap:
+        importance, is_truncated = losses.truncated_importance(
+            old,
+            batch.sampled_logprobs,
+            mask,
+            options.importance_level,
+            options.importance_cap,
+            batch.rows.step_ids,
+        )
+        corrected *= importance
+
     def weighted(weight, values):
         return jnp.sum(weight * jnp.where(mask, values, 0))
 
     def token_sum(values):
         return jnp.sum(jnp.where(mask, values, 0))
 
-    loss = pg_loss = weighted(batch.pg_weight, surrogate.loss)
-    means = {}
+    loss = pg_loss = weighted(batch.pg_weight, corrected)
+    if options.importance_cap:
+        means["importance_weight"] = token_sum(importance)
+        means["importance_clip_fraction"] = token_sum(is_truncated)
     if options.kl_coef:
         anchor, _ = score(reference, batch.rows)
         anchor = jax.lax.stop_gradient(anchor)

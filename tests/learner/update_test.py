@@ -122,6 +122,12 @@ def oracle(logits_of, params, reference, old_logprobs, batch, options):
                 surrogate = min(surrogate, -advantage * options.dual_clip)
             d = anchor[at][token] - log_p
             entropy = -(np.exp(new[at]) * new[at]).sum()
+            if options.importance_cap:
+                sampled = np.float64(batch.sampled_logprobs[index])
+                of_reply = rows.response_mask & (rows.step_ids == rows.step_ids[slot])
+                here = of_reply if options.importance_level == "step" else slot
+                log_weight = np.sum(old_logprobs[index][here] - sampled[here])
+                surrogate *= min(np.exp(log_weight), options.importance_cap)
             loss += np.float64(batch.pg_weight[index][slot]) * surrogate
             loss += np.float64(batch.kl_weight[index][slot]) * (
                 options.kl_coef * (np.exp(d) - d - 1) - options.entropy_coef * entropy
@@ -129,15 +135,24 @@ def oracle(logits_of, params, reference, old_logprobs, batch, options):
     return loss
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        OPTIONS,
+        dataclasses.replace(OPTIONS, importance_cap=1.5),
+        dataclasses.replace(OPTIONS, importance_cap=1.5, importance_level="step"),
+    ],
+    ids=["plain", "importance of tokens", "importance of replies"],
+)
 def test_loss_and_gradient_match_float64_oracle(
-    decoder_config, params, other_params, step_on, make_groups
+    decoder_config, params, other_params, step_on, make_groups, options
 ):
     """Ratios off 1, clipped both ways and dually; KL and entropy with gradients."""
     random = np.random.default_rng(0)
     groups = make_groups(LENGTHS)
     advantages = random.normal(size=19).astype(np.float32) * 2
     (batch,) = pack_rows(groups, advantages)
-    init, step = step_on(OPTIONS, SGD)
+    init, step = step_on(options, SGD)
 
     @jax.jit
     def all_logits(params, rows):
@@ -172,9 +187,11 @@ def test_loss_and_gradient_match_float64_oracle(
         reference=other_params,
         old_logprobs=old,
         batch=batch,
-        options=OPTIONS,
+        options=options,
     )
     np.testing.assert_allclose(scalars["loss"], evaluate(params), rtol=2e-6)
+    if options.importance_cap:
+        assert 0 < scalars["importance_clip_fraction"] < 0.9
     for kind in ("low", "high", "dual"):
         assert scalars[f"clip_fraction_{kind}"] > 0
     # Along the gradient the loss must grow by its squared norm.
