@@ -31,11 +31,9 @@ def _prompt(scene: Scene) -> str:
 
 
 def _compact_prompt(scene: Scene) -> str:
-    wish = _wish(scene)
-    past = "".join(
-        f"{_page(r.observation, wish)}\n> {r.action}\n" for r in scene.records
-    )
-    return f"{past}{_page(scene.observation, wish)}\n{wish}\n"
+    # Of the past the actions alone: they tell which options are chosen, a page does not.
+    wish, past = _wish(scene), "".join(f"> {r.action}\n" for r in scene.records)
+    return f"{_page(scene.observation, wish)}\n{past}{wish}\n"
 
 
 def _wish(scene: Scene) -> str:
