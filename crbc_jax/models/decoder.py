@@ -12,7 +12,8 @@ end, on parameters that are a plain nested dictionary of arrays:
     head/kernel            [hidden, vocab], where it is not tied to the embedding
 
 Attention heads lie head-major in the output axis of query, key and value. The layers
-are scanned, so that compile time does not grow with their number.
+are scanned, so that compile time does not grow with their number, unless they come
+apart (see `unstack`).
 """
 
 import functools
@@ -29,7 +30,7 @@ from crbc_jax.models import attention
 from crbc_jax.models.config import DecoderConfig
 
 # So few layers run a fifth faster unrolled, and compile no slower.
-_UNROLLED_LAYERS = 4
+UNROLLED_LAYERS = 4
 # What a scanned layer keeps for its gradient. To compute the rest anew costs less than
 # to write it into the scan's stacks and read it back, even where memory is no concern.
 _REMAT_POLICIES = {
@@ -42,10 +43,13 @@ _DRAWN = ("kernel", "embedding", "lora_a")  # Parameters that start at random.
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far; all rows have the same number of slots."""
+    """Keys and values of the tokens so far; all rows have the same number of slots.
 
-    keys: Float[Array, "layers rows slots kv_heads head_dim"]
-    values: Float[Array, "layers rows slots kv_heads head_dim"]
+    One array a layer where the layers come apart, else one array [layers, ...].
+    """
+
+    keys: Any  # [rows, slots, kv_heads, head_dim] of each layer.
+    values: Any
     segment_ids: Int[Array, "rows slots"]
     length: Int[Array, ""]  # Slots in use.
 
@@ -108,9 +112,8 @@ class Attention(nnx.Module):
         query = _rotate(query, rotation[:, :, None])
         key = _rotate(key, rotation[:, :, None])
         if cache is not None:
-            start = (layer, 0, cache.length, 0, 0)
-            keys = jax.lax.dynamic_update_slice(cache.keys, key[None], start)
-            values = jax.lax.dynamic_update_slice(cache.values, value[None], start)
+            keys = _append(cache.keys, key, layer, cache.length)
+            values = _append(cache.values, value, layer, cache.length)
             cache = cache._replace(keys=keys, values=values)
             key, value = keys[layer], values[layer]
         mixed = attend(query, key, value)
@@ -166,7 +169,9 @@ class Decoder(nnx.Module):
                 config.hidden_size, config.vocab_size, use_bias=False, rngs=rngs
             )
 
-    def __call__(self, tokens, positions, segment_ids, cache, branch_ids, remat, mesh):
+    def __call__(
+        self, tokens, positions, segment_ids, cache, branch_ids, remat, mesh, apart
+    ):
         sizes = tokens.shape[1], self.config.num_kv_heads, self.config.head_dim
         is_plain = cache is None and branch_ids is None
         if is_plain and attention.can_splash(mesh, *sizes):
@@ -185,20 +190,24 @@ class Decoder(nnx.Module):
             x, cache = nnx.merge(graph, params)(x, rotation, attend, layer, cache)
             return (x, cache), None
 
-        is_unrolled = self.config.num_layers <= _UNROLLED_LAYERS
+        is_unrolled = self.config.num_layers <= UNROLLED_LAYERS
         if cache is None and (remat != "none" or not is_unrolled):
             run_layer = jax.checkpoint(
                 run_layer, policy=_REMAT_POLICIES[remat], prevent_cse=False
             )
-        numbers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
         # nnx.Embed would cast to the dtype that its parameters had at first.
-        x = self.embed.embedding[...][tokens.reshape(-1)]
-        (x, cache), _ = jax.lax.scan(
-            run_layer,
-            (x, cache),
-            (numbers, stacked),
-            unroll=is_unrolled,
-        )
+        carry = self.embed.embedding[...][tokens.reshape(-1)], cache
+        if apart is None:
+            numbers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+            carry, _ = jax.lax.scan(
+                run_layer, carry, (numbers, stacked), unroll=is_unrolled
+            )
+        else:
+            for number, params in enumerate(apart):
+                state = jax.tree.map(lambda leaf: leaf, stacked)
+                nnx.replace_by_pure_dict(state, params)
+                carry, _ = run_layer(carry, (number, state))
+        x, cache = carry
         if cache is not None:
             cache = cache._replace(length=cache.length + tokens.shape[1])
         return self.final_norm(x).reshape(*tokens.shape, -1), cache
@@ -238,12 +247,36 @@ def abstract_params(config: DecoderConfig) -> dict[str, Any]:
     return nnx.to_pure_dict(_structure(config)[1])
 
 
-def init_cache(config: DecoderConfig, rows: int, slots: int, dtype: Any) -> Cache:
-    """An empty cache for `rows` sequences of at most `slots` tokens."""
-    shape = (config.num_layers, rows, slots, config.num_kv_heads, config.head_dim)
+def unstack(layers: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Returns stacked layers one by one, as `forward` takes them, too.
+
+    For decoding, which reads all weights for each token: a scan would copy every
+    layer's out of the stack first. It compiles longer.
+    """
+    num_layers = jax.tree.leaves(layers)[0].shape[0]
+    return tuple(
+        jax.tree.map(lambda leaf, n=n: leaf[n], layers) for n in range(num_layers)
+    )
+
+
+def init_cache(
+    config: DecoderConfig, rows: int, slots: int, dtype: Any, *, apart: bool = False
+) -> Cache:
+    """An empty cache for `rows` sequences of at most `slots` tokens.
+
+    Args:
+        apart: for layers of `unstack`.
+    """
+    shape = (rows, slots, config.num_kv_heads, config.head_dim)
+
+    def make():
+        if apart:
+            return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+        return jnp.zeros((config.num_layers, *shape), dtype)
+
     return Cache(
-        keys=jnp.zeros(shape, dtype),
-        values=jnp.zeros(shape, dtype),
+        keys=make(),
+        values=make(),
         segment_ids=jnp.zeros((rows, slots), jnp.int32),
         length=jnp.zeros((), jnp.int32),
     )
@@ -269,7 +302,8 @@ def forward(
 
     Args:
         config: static under jit.
-        params: as `init_params` makes them; sharded or not.
+        params: as `init_params` makes them, "layers" stacked or from `unstack`;
+            sharded or not.
         tokens: ids in [0, vocab_size).
         positions: of each token within its own sequence, from 0.
         segment_ids: sequences of a row differ in theirs.
@@ -285,8 +319,12 @@ def forward(
     Returns:
         The normed hidden states, and the cache with the tokens in it (None without).
     """
+    apart = None
+    if isinstance(params["layers"], tuple):
+        apart = params["layers"]
+        params = params | {"layers": apart[0]}
     model = _merge(config, params)
-    return model(tokens, positions, segment_ids, cache, branch_ids, remat, mesh)
+    return model(tokens, positions, segment_ids, cache, branch_ids, remat, mesh, apart)
 
 
 def unembed(
@@ -295,6 +333,8 @@ def unembed(
     hidden: Float[Array, "*batch hidden"],
 ) -> Float[Array, "*batch vocab"]:
     """Turns hidden states of `forward` into float32 logits, whatever their dtype."""
+    if isinstance(params["layers"], tuple):
+        params = params | {"layers": params["layers"][0]}
     return _merge(config, params).unembed(hidden)
 
 
@@ -327,6 +367,15 @@ def _merge(config: DecoderConfig, params: dict[str, Any]) -> Decoder:
     state = jax.tree.map(lambda leaf: leaf, state)  # A copy: filled in place below.
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)
+
+
+def _append(held, new, layer, length):
+    """Writes a layer's new slots behind the `length` in use."""
+    if not isinstance(held, tuple):
+        start = (layer, 0, length, 0, 0)
+        return jax.lax.dynamic_update_slice(held, new[None], start)
+    written = jax.lax.dynamic_update_slice(held[layer], new, (0, length, 0, 0))
+    return held[:layer] + (written,) + held[layer + 1 :]
 
 
 def _visible(segment_ids, cache, branch_ids):

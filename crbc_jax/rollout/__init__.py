@@ -2,15 +2,21 @@
 
 from typing import Any
 
-from crbc_jax.models.config import DecoderConfig
+from crbc_jax.models.config import DecoderConfig, count_params
 from crbc_jax.rollout.engine import Engine
+
+# Of a model that computes 32 rows, most of them padding, in less time than it takes to
+# compile for another number of rows.
+_SMALL_PARAMS = 20_000_000
 
 
 def _make_sampler(config: Any, model: DecoderConfig) -> Engine:
     from crbc_jax.rollout.sampler import Sampler  # Loads flax.
 
+    is_small = count_params(model) < _SMALL_PARAMS
     return Sampler(
         model,
+        row_buckets=(32, 128) if is_small else (8, 32, 128),
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
     )

@@ -51,7 +51,8 @@ def sample(
     segment_ids = (positions >= 0).astype(jnp.int32)
     positions = jnp.maximum(positions, 0)
     dtype = params["embed"]["embedding"].dtype
-    cache = init_cache(config, num_rows, length - 1 + max_tokens, dtype)
+    slots, apart = length - 1 + max_tokens, isinstance(params["layers"], tuple)
+    cache = init_cache(config, num_rows, slots, dtype, apart=apart)
     prefix = (rows.prompts[:, :-1], positions[:, :-1], segment_ids[:, :-1])
     _, cache = forward(config, params, *prefix, cache)
     keys = jax.random.wrap_key_data(rows.seeds, impl="threefry2x32")
@@ -65,7 +66,11 @@ def sample(
         logprobs = jnp.minimum(jax.nn.log_softmax(logits), 0.0)
         token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))
-        noisy = logits + jnp.where(is_greedy[:, None], 0.0, noise(token_keys))
+        noisy = jax.lax.cond(  # Noise takes as long as a small model.
+            jnp.all(is_greedy),
+            lambda: logits,
+            lambda: logits + jnp.where(is_greedy[:, None], 0.0, noise(token_keys)),
+        )
         tokens = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
         return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from crbc_jax.models.config import DecoderConfig
-from crbc_jax.models.decoder import seed_words
+from crbc_jax.models.decoder import UNROLLED_LAYERS, seed_words, unstack
 from crbc_jax.rollout.decoding import MAX_STOP_IDS, NO_TOKEN, Rows, sample
 from crbc_jax.rollout.engine import Completion, Request
 
@@ -137,7 +137,14 @@ class Sampler:
             leaf = jax.device_put(leaf, self._repeated)
             return jax.device_put(leaf, self._repeated, may_alias=False)
 
-        self._weights = jax.block_until_ready(jax.tree.map(copy, params)), version
+        if self._config.num_layers > UNROLLED_LAYERS:
+            layers = jax.device_put(params["layers"], self._repeated)
+            layers = _unstack(layers)  # New arrays in any case.
+        else:
+            layers = jax.tree.map(copy, params["layers"])
+        others = {name: tree for name, tree in params.items() if name != "layers"}
+        weights = jax.tree.map(copy, others) | {"layers": layers}
+        self._weights = jax.block_until_ready(weights), version
 
     @contextlib.contextmanager
     def episode(self) -> Iterator[None]:
@@ -291,6 +298,9 @@ class Sampler:
                 f"{smallest} to {largest}: they come from another model's tokenizer"
             )
         return rows
+
+
+_unstack = jax.jit(unstack)
 
 
 def _prompt_buckets(max_tokens: int, count: int) -> list[int]:

@@ -13,6 +13,7 @@ from crbc_jax.models.decoder import (
     init_params,
     seed_words,
     unembed,
+    unstack,
 )
 
 QWEN2 = DecoderConfig(
@@ -156,6 +157,28 @@ def test_padding_and_packing_do_not_change_a_sequence(name):
     assert np.isfinite(logits).all()
     assert_logits_close(logits[2:5], oracle(config, params, first))
     assert_logits_close(logits[5:9], oracle(config, params, second))
+
+
+def test_layers_that_come_apart_compute_the_same():
+    params = random_params(LLAMA)  # Five layers: the others are scanned.
+    tokens = np.random.default_rng(0).integers(0, 11, (2, 7), "int32")
+    positions = np.broadcast_to(np.arange(7, dtype=np.int32), (2, 7))
+    ones = np.ones_like(tokens)
+    apart = params | {"layers": unstack(params["layers"])}
+    run = functools.partial(jax.jit, static_argnums=0)(forward)
+    expected, _ = run(LLAMA, params, tokens, positions, ones)
+    hidden, _ = run(LLAMA, apart, tokens, positions, ones)
+    np.testing.assert_allclose(hidden, expected, atol=1e-5)
+    logits = [unembed(LLAMA, p, expected) for p in (params, apart)]
+    np.testing.assert_array_equal(*logits)
+    # And with a cache, in two pieces.
+    cache, pieces = init_cache(LLAMA, 2, 9, np.float32, apart=True), []
+    for part in (slice(0, 4), slice(4, 7)):
+        inputs = (x[:, part] for x in (tokens, positions, ones))
+        hidden, cache = run(LLAMA, apart, *inputs, cache)
+        pieces.append(hidden)
+    np.testing.assert_allclose(np.concatenate(pieces, 1), expected, atol=1e-5)
+    assert len(cache.keys) == 5 and cache.length == 7
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,5 +1,8 @@
 import asyncio
 import dataclasses
+import json
+import os
+import pathlib
 import random
 
 import jax
@@ -9,10 +12,12 @@ import pytest
 
 from crbc_jax.models.config import load_config
 from crbc_jax.models.decoder import forward, init_params, unembed
+from crbc_jax.models.weights import import_params
 from crbc_jax.rollout.decoding import sample
 from crbc_jax.rollout.engine import Request, SamplingParams
 from crbc_jax.rollout.sampler import Sampler
 
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 CONFIG = dataclasses.replace(
     load_config("preset:sokoban_tiny"),
     hidden_size=16,
@@ -364,3 +369,30 @@ def test_use_before_publish_and_after_close(params):
 
     (outcome,) = asyncio.run(run())
     assert isinstance(outcome, RuntimeError)
+
+
+@pytest.mark.skipif(
+    "CRBC_SMOLLM2" not in os.environ,
+    reason="CRBC_SMOLLM2 does not name what get_model.py smollm2 makes",
+)
+def test_smollm2_replies_as_in_transformers():
+    """Layers come apart here; the golden file is transformers' greedy generation."""
+    directory = os.environ["CRBC_SMOLLM2"]
+    config = load_config(directory)
+    golden = json.loads((GOLDEN / "smollm2_greedy.json").read_text())
+    sampling = SamplingParams(max_tokens=24, stop_ids=(2,), temperature=0.0)
+    requests = [
+        Request(np.array(item["prompt_ids"], np.int32), sampling, seed=number)
+        for number, item in enumerate(golden)
+    ]
+    sampler = Sampler(
+        config,
+        max_prompt_tokens=max(len(item["prompt_ids"]) for item in golden),
+        max_response_tokens=24,
+        row_buckets=(4,),
+        num_prompt_buckets=1,
+    )
+    replies = complete(import_params(directory, config), requests, sampler)
+    for reply, item in zip(replies, golden, strict=True):
+        assert reply.token_ids.tolist() == item["reply_ids"]
+        np.testing.assert_allclose(reply.logprobs, item["logprobs"], atol=1e-4)
