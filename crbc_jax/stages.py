@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from crbc_jax import envs
+from crbc_jax import distributed, envs
 from crbc_jax.advantages import WHOLE_BATCH, diagnostics, make_estimator
 from crbc_jax.background import Background
 from crbc_jax.envs.pool import EnvPool
@@ -89,6 +89,15 @@ class Rollouts:
         self._env_options = options
         train = envs.tasks(env.name, "train", count=env.num_train_tasks, **options)
         held_out = envs.tasks(env.name, "eval", count=env.num_eval_tasks, **options)
+        for name, count in (
+            ("rollout.tasks_per_update", config.rollout.tasks_per_update),
+            ("env.num_eval_tasks", len(held_out.ids)),
+        ):
+            if count < jax.process_count():
+                raise UserError(
+                    f"config.{name}={count} must be at least 1 for each of the "
+                    f"{jax.process_count()} processes"
+                )
         self.train_ids, self.panel = train.ids, held_out
         self.digests = {"train": train.digest, "eval": held_out.digest}
         self._category = {
@@ -141,6 +150,7 @@ class Rollouts:
         engine, plain = self._player.engine, params
         if self._decoder_config.lora:
             plain = lora.merge(self._decoder_config, params)
+        plain = distributed.local_copy(plain)
         self._background.run(engine.publish(plain, version))
         if self._probe is None:
             return {}
@@ -153,7 +163,11 @@ class Rollouts:
         except ConnectionError as error:
             raise UserError(f"version {version} is published, but {error}") from error
         engine.stats()  # The counters of an update are those of its own rollouts.
-        return self._probe.compare(params, completions)
+        differences = [
+            self._probe.compare(params, part)
+            for part in distributed.gather(completions)
+        ]
+        return {name: max(d[name] for d in differences) for name in differences[0]}
 
     def take(self, update: int) -> list[Group]:
         """Returns the groups of an update, in order; collects them if nobody has.
@@ -167,7 +181,8 @@ class Rollouts:
             if number != update:
                 raise ValueError(f"rollouts wait for update {number}, not {update}")
             return groups
-        return self._background.finish(self._background.start(self._collect(update)))
+        work = self._background.start(self._collect(update))
+        return distributed.gather_items(self._background.finish(work))
 
     def start_ahead(self, update: int) -> None:
         """At lag 1 begins to collect for `update`, by the policy of the one before."""
@@ -179,7 +194,8 @@ class Rollouts:
         """Waits for what `start_ahead` began, if it did."""
         if self._running is not None:
             update, future = self._running
-            self._ahead, self._running = (update, future.result()), None
+            groups = distributed.gather_items(future.result())
+            self._ahead, self._running = (update, groups), None
 
     @property
     def ahead(self) -> list[Group]:
@@ -205,6 +221,7 @@ class Rollouts:
         policy alone as far as possible.
         """
         index = {task_id: i for i, task_id in enumerate(self.panel.ids)}
+        share = [self.panel.ids[i] for i in distributed.share(len(self.panel.ids))]
 
         async def play(task_id: str):
             return await run_episode(
@@ -216,13 +233,13 @@ class Rollouts:
             )
 
         bar = f"evaluation after update {version}"
-        progress.start(bar, len(self.panel.ids))
+        progress.start(bar, len(share))
         result = self._background.run(
             evaluate(
                 play,
-                self.panel.ids,
+                share,
                 # All at once: which episodes share a batch is then no accident.
-                max_concurrent=len(self.panel.ids),
+                max_concurrent=len(share),
                 category=self._category,
                 on_done=lambda done: progress.show(bar, done),
             )
@@ -231,7 +248,7 @@ class Rollouts:
         # The counters of an update are those of its own rollouts, also where a resumed
         # run did not evaluate before it.
         self._player.engine.stats()
-        return result
+        return EvalResult(tuple(distributed.gather_items(result.tasks)))
 
     def demonstrate(self) -> list[Demonstration]:
         """Lets the expert play training tasks, each step as prompt and reply.
@@ -282,17 +299,21 @@ class Rollouts:
         return ids
 
     async def _collect(self, update: int) -> list[Group]:
+        """Plays this process' share of the groups."""
         settings = self._config.rollout
         first = max(update - settings.max_policy_lag, 0)
+        tasks = task_schedule(
+            self.train_ids, self._config.seed, update, settings.tasks_per_update
+        )
+        share = distributed.share(len(tasks))
         return await collect_all(
             self._player,
-            task_schedule(
-                self.train_ids, self._config.seed, update, settings.tasks_per_update
-            ),
+            [tasks[number] for number in share],
             group_size=settings.group_size,
             update=update,
             temperature=settings.temperature,
             versions=range(first, update + 1),
+            first_group=share.start,
         )
 
 

@@ -9,6 +9,7 @@ import pathlib
 import jax
 from ml_collections import ConfigDict
 
+from crbc_jax import distributed
 from crbc_jax.background import Background, Interrupted, StopSignal
 from crbc_jax.checkpoint import Checkpointer
 from crbc_jax.learner.learner import make_learner
@@ -41,7 +42,9 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         compiles = stack.enter_context(CompileCounter())
-        background = stack.enter_context(Background(stop))
+        # One of several processes may not leave a collection that others finish.
+        waits = StopSignal() if jax.process_count() > 1 else stop
+        background = stack.enter_context(Background(waits))
         rollouts = stack.enter_context(
             Rollouts(config, decoder_config, tokenizer, background)
         )
@@ -128,15 +131,17 @@ def train(config: ConfigDict, path: pathlib.Path, *, command: str) -> None:
             metrics.write(update + 1, scalars | clock.read())
             progress.show("updates", update + 1, _note(scalars))
             is_due = (update + 1) % config.checkpoint.every == 0
-            if is_due or is_evaluated or stop.number:
+            signal = distributed.agree(stop.number)
+            if is_due or is_evaluated or signal:
                 save(update + 1, scalars)
-            if stop.number and not is_last:
-                raise Interrupted(stop.number)
+            if signal and not is_last:
+                raise Interrupted(signal)
         progress.finish("updates")
-        from crbc_jax.report import write_report  # Loads matplotlib.
+        if jax.process_index() == 0:
+            from crbc_jax.report import write_report  # Loads matplotlib.
 
-        report = write_report(path, command=command)
-        progress.say(f"{workdir.summary()}\nreport: {report}")
+            report = write_report(path, command=command)
+            progress.say(f"{workdir.summary()}\nreport: {report}")
 
 
 def start(config, decoder_config, learner, rollouts, progress, stop) -> TrainState:
@@ -148,8 +153,8 @@ def start(config, decoder_config, learner, rollouts, progress, stop) -> TrainSta
 
     def on_step(done, loss):
         progress.show("warm start", done, f"loss {loss:.3f}")
-        if stop.number:
-            raise Interrupted(stop.number)
+        if signal := distributed.agree(stop.number):
+            raise Interrupted(signal)
 
     settings = config.warm_start
     if settings.directory:

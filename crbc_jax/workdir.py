@@ -8,9 +8,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from crbc_jax import distributed
 from crbc_jax.checkpoint import Checkpointer, check_same_run
 from crbc_jax.config import default_config
 from crbc_jax.evaluate import EvalResult
@@ -44,6 +46,8 @@ def read_config(workdir: pathlib.Path) -> ConfigDict:
 class Workdir:
     """What a run keeps on disk, besides its metrics.
 
+    Of several processes, which share the folder, the first one writes; all call it.
+
     Args:
         path: made if missing; must be empty or hold this very run.
         config: of the run; stored in config.json.
@@ -64,6 +68,11 @@ class Workdir:
             "tasks": dict(digests),
         }
         self._check_owner()
+        distributed.check_equal(self._identity, "config, tasks or --workdir")
+        self._is_writer = jax.process_index() == 0
+        self._checkpoints = Checkpointer(path, keep_last=config.checkpoint.keep_last)
+        if not self._is_writer:
+            return
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -73,7 +82,6 @@ class Workdir:
         self._lock = _lock(path)
         _write_whole(path / "run.json", json.dumps(self._identity, indent=1))
         _write_whole(path / "config.json", config.to_json(indent=1))
-        self._checkpoints = Checkpointer(path, keep_last=config.checkpoint.keep_last)
 
     def restore(self, target: TrainState) -> tuple[int, TrainState, list[Group]] | None:
         """Reads the newest good checkpoint: update, state, rollouts collected ahead.
@@ -122,11 +130,14 @@ class Workdir:
             groups, credit: as of `trajectories.write_groups`.
         """
         path = self._path / "rollouts" / f"{update:06d}.jsonl.gz"
-        write_groups(path, groups, credit)
+        if self._is_writer:
+            write_groups(path, groups, credit)
         return path
 
     def write_evaluation(self, update: int, result: EvalResult) -> None:
         """Writes evals/UPDATE.json, which the report and `summary` read."""
+        if not self._is_writer:
+            return
         path = self._path / "evals" / f"{update:06d}.json"
         record = result.to_json() | {
             "update": update,

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from crbc_jax import distributed
 from crbc_jax.learner import sharding, trainable
 from crbc_jax.learner.logprobs import token_logprobs
 from crbc_jax.learner.rows import Rows
@@ -106,7 +107,7 @@ def make_init(
             step=jnp.zeros((), jnp.int32),
         )
 
-    return lambda params: init(jax.device_put(params, shardings.params))
+    return lambda params: init(distributed.place(params, shardings.params))
 
 
 def response_logprobs(

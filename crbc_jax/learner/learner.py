@@ -90,6 +90,18 @@ def make_learner(
     if options.kl_coef:
         init_state = gradient.make_init(optimizer, abstract)
     step = updates.make_update(decoder_config, options, optimizer, mesh, compute)
+    score = updates.make_score(decoder_config, options.temperature, mesh, compute)
+
+    def update(state, minibatches):
+        return updates.run_update(
+            step,
+            score,
+            state,
+            [sharding.put_microbatches(batch, mesh) for batch in minibatches],
+            old_logprobs=settings.old_logprobs,
+            num_epochs=settings.num_epochs,
+        )
+
     return Learner(
         warm_start=_bind_warm_start(config, decoder_config, mesh, compute, init_plain),
         init_state=init_state,
@@ -102,13 +114,7 @@ def make_learner(
             minibatch_groups=settings.minibatch_groups,
             minibatch_rows=settings.minibatch_rows,
         ),
-        update=functools.partial(
-            updates.run_update,
-            step,
-            updates.make_score(decoder_config, options.temperature, mesh, compute),
-            old_logprobs=settings.old_logprobs,
-            num_epochs=settings.num_epochs,
-        ),
+        update=update,
         step=step,
     )
 
@@ -136,7 +142,7 @@ def _bind_warm_start(config, decoder_config, mesh, compute, init_plain):
         )
         state = run_warm_start(
             make_warm_start_step(decoder_config, optimizer, mesh, compute),
-            make_batch,
+            lambda *args: sharding.put_microbatches(make_batch(*args), mesh),
             init_plain(params),
             steps=settings.steps,
             noise_steps=settings.noise_steps,

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from crbc_jax import distributed
 from crbc_jax.types import UserError
 
 AXES = ("data", "fsdp", "tensor")
@@ -95,6 +96,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def microbatch_sharding(mesh: Mesh) -> NamedSharding:
     """Of arrays [microbatches, rows, ...]: every device has its rows of each."""
     return NamedSharding(mesh, P(None, ROW_AXES))
+
+
+def put_microbatches(tree: Any, mesh: Mesh) -> Any:
+    """Puts host arrays, equal in all processes, where `microbatch_sharding` says.
+
+    Scalars go everywhere. With one process nothing is to do: jit does it.
+    """
+    if jax.process_count() == 1:
+        return tree
+    by_rows, everywhere = microbatch_sharding(mesh), replicated(mesh)
+    shardings = jax.tree.map(lambda x: by_rows if x.ndim else everywhere, tree)
+    return distributed.place(tree, shardings)
 
 
 def tree_shardings(tree: Any, mesh: Mesh) -> Any:

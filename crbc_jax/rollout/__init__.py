@@ -16,7 +16,7 @@ def _make_sampler(config: Any, model: DecoderConfig) -> Engine:
     is_small = count_params(model) < _SMALL_PARAMS
     return Sampler(
         model,
-        row_buckets=(32, 128) if is_small else (8, 32, 128),
+        row_buckets=(32, 128) if is_small else (1, 8, 32, 128),
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
     )

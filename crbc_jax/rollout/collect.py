@@ -196,6 +196,7 @@ async def collect(
     update: int,
     temperature: float,
     versions: range,
+    first_group: int = 0,
 ) -> AsyncIterator[Group]:
     """Plays every task `group_size` times; yields each group when it is complete.
 
@@ -211,6 +212,7 @@ async def collect(
         update: the update that the rollouts are for.
         temperature: of sampling.
         versions: policy versions that may answer.
+        first_group: number of the first task among all of the update.
 
     Raises:
         StaleRollout, UserError: as `run_episode`.
@@ -224,7 +226,7 @@ async def collect(
             run_episode(
                 player,
                 task_ids[group],
-                EpisodeKey(TRAIN, update, group, rollout),
+                EpisodeKey(TRAIN, update, first_group + group, rollout),
                 temperature=temperature,
                 versions=versions,
                 gate=gates[group],

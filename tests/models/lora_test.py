@@ -41,7 +41,9 @@ def logits(config, params):
 def test_fresh_adapters_change_nothing_and_depend_on_the_seed():
     params = weights.import_params(str(LLAMA3), PLAIN)
     once, again, other = (lora.add_adapters(ADAPTED, params, s) for s in (1, 1, 2))
-    np.testing.assert_array_equal(logits(ADAPTED, once), logits(PLAIN, params))
+    # The adapters add exact zeros; some compilers then sum the rest in another order.
+    before = logits(PLAIN, params)
+    np.testing.assert_allclose(logits(ADAPTED, once), before, atol=1e-4)
     jax.tree.map(np.testing.assert_array_equal, once, again)
     a, b = (p["layers"]["attention"]["query"]["lora_a"] for p in (once, other))
     assert not np.array_equal(a, b)

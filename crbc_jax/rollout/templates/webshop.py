@@ -31,7 +31,7 @@ def _prompt(scene: Scene) -> str:
 
 
 def _compact_prompt(scene: Scene) -> str:
-    # Of the past the actions alone: they tell which options are chosen, a page does not.
+    # Of the past the actions alone: they say which options are chosen, no page does.
     wish, past = _wish(scene), "".join(f"> {r.action}\n" for r in scene.records)
     return f"{_page(scene.observation, wish)}\n{past}{wish}\n"
 
